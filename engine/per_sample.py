@@ -1,0 +1,144 @@
+"""Per-sample weight gradients of a batched forward: one backward, one gradient row per sample.
+
+Under Reweight every sample's gradient is kept apart until its advantage is known. Running the samples one by one does
+that for any model; batching them is faster, and then the weight gradient of each layer has to be formed sample by
+sample. Linear and patch convolutions are replaced in place by functions that do so; activations' gradients are
+untouched.
+
+Contract with the module: the leading dim of every such layer's input is a whole number of repetitions of the batch
+(classifier-free guidance stacks [uncond, cond], for example), samples in the same order in each.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Rows = dict[int, Tensor]
+"""id(parameter) -> [B, *parameter.shape], where its per-sample gradients are added"""
+
+
+class PerSampleCapture:
+    """Owns the replaced layers of `module`. While `rows` is set, their weight gradients go there, sample by sample.
+
+    Raises ValueError when a trainable parameter belongs to another kind of layer.
+    """
+
+    def __init__(self, module: nn.Module):
+        self.rows: Rows | None = None
+        self.batch = 0
+        owned: set[int] = set()
+        for layer in module.modules():
+            trainable = [p for p in layer.parameters(recurse=False) if p.requires_grad]
+            if not trainable:
+                continue
+            if type(layer) is nn.Linear:
+                layer.forward = _linear_forward(self, layer)  # type: ignore[method-assign]
+            elif type(layer) is nn.Conv2d and layer.groups == 1 and layer.padding_mode == "zeros":
+                layer.forward = _conv_forward(self, layer)  # type: ignore[method-assign]
+            else:
+                continue
+            owned.update(id(p) for p in trainable)
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad and id(parameter) not in owned:
+                raise ValueError(
+                    f"samples_per_forward > 1 with schedule=reweight: {name} is not a weight of a Linear or Conv2d "
+                    "layer, so its per-sample gradient is not known here; set samples_per_forward=1"
+                )
+
+    def add(self, weight: nn.Parameter, bias: nn.Parameter | None, x: Tensor, grad_out: Tensor) -> None:
+        """Add the gradients of `weight` [O, I] (or a view of it) and `bias` [O] from x [b, t, I], grad_out [b, t, O]."""
+        assert self.rows is not None
+        if x.shape[0] % self.batch:
+            raise ValueError(
+                f"samples_per_forward={self.batch}: a layer sees a leading dim of {x.shape[0]}, which is no multiple "
+                "of it, so its samples cannot be told apart; set samples_per_forward=1"
+            )
+        x, grad_out = _by_sample(x, self.batch), _by_sample(grad_out, self.batch)
+        if weight.requires_grad:
+            rows = self.rows[id(weight)].flatten(2)
+            _add_product(rows, grad_out.transpose(1, 2), x)
+        if bias is not None and bias.requires_grad:
+            self.rows[id(bias)].add_(grad_out.sum(1))
+
+
+def _by_sample(x: Tensor, batch: int) -> Tensor:
+    """[k * batch, t, C] -> [batch, k * t, C]"""
+    if x.shape[0] == batch:
+        return x
+    return x.unflatten(0, (-1, batch)).transpose(0, 1).flatten(1, 2)
+
+
+def _add_product(rows: Tensor, a: Tensor, b: Tensor) -> None:
+    if rows.dtype == a.dtype and rows.device == a.device:
+        rows.baddbmm_(a, b)
+    else:
+        rows.add_(torch.bmm(a, b).to(rows.device))
+
+
+def _tokens(x: Tensor) -> Tensor:
+    """[b, ..., C] -> [b, t, C]"""
+    return x.unsqueeze(1) if x.dim() == 2 else x.flatten(1, -2)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, capture: PerSampleCapture
+    ) -> Tensor:
+        ctx.capture, ctx.bias = capture, bias
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        grad_x = grad_out @ weight if ctx.needs_input_grad[0] else None
+        if ctx.capture.rows is not None:
+            ctx.capture.add(weight, ctx.bias, _tokens(x), _tokens(grad_out))
+            return grad_x, None, None, None
+        flat = grad_out.flatten(0, -2)
+        grad_weight = flat.t() @ x.flatten(0, -2) if ctx.needs_input_grad[1] else None
+        return grad_x, grad_weight, flat.sum(0) if ctx.needs_input_grad[2] else None, None
+
+
+class _Conv2d(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: nn.Conv2d, capture: PerSampleCapture, *parameters: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.layer, ctx.capture = layer, capture
+        ctx.save_for_backward(x, layer.weight)
+        return F.conv2d(x, layer.weight, layer.bias, layer.stride, layer.padding, layer.dilation)
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        layer, geometry = ctx.layer, (ctx.layer.stride, ctx.layer.padding, ctx.layer.dilation)
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = torch.nn.grad.conv2d_input(x.shape, weight, grad_out, *geometry)
+        if ctx.capture.rows is not None:
+            patches = F.unfold(x, weight.shape[2:], layer.dilation, layer.padding, layer.stride).transpose(1, 2)
+            ctx.capture.add(layer.weight, layer.bias, patches, grad_out.flatten(2).transpose(1, 2))
+            return grad_x, None, None, *(None for _ in ctx.needs_input_grad[3:])
+        grads = {id(layer.weight): torch.nn.grad.conv2d_weight(x, weight.shape, grad_out, *geometry)}
+        if layer.bias is not None:
+            grads[id(layer.bias)] = grad_out.sum((0, 2, 3))
+        return grad_x, None, None, *(grads[id(p)] for p in layer.parameters(recurse=False))
+
+
+def _linear_forward(capture: PerSampleCapture, layer: nn.Linear) -> Callable[[Tensor], Tensor]:
+    def forward(x: Tensor) -> Tensor:
+        result: Tensor = _Linear.apply(x, layer.weight, layer.bias, capture)  # type: ignore[no-untyped-call]
+        return result
+
+    return forward
+
+
+def _conv_forward(capture: PerSampleCapture, layer: nn.Conv2d) -> Callable[[Tensor], Tensor]:
+    def forward(x: Tensor) -> Tensor:
+        result: Tensor = _Conv2d.apply(x, layer, capture, *layer.parameters(recurse=False))  # type: ignore[no-untyped-call]
+        return result
+
+    return forward

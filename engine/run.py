@@ -1,0 +1,193 @@
+"""A whole training run: the loop around `Engine.train_step`, and everything that it leaves in `out_dir`.
+
+out_dir/config.yaml the resolved configuration; metrics.jsonl and evaluations.jsonl; images/ before, during and after;
+reward_curve.png; checkpoints/; policy/ the trained weights in diffusers' format.
+"""
+
+import dataclasses
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
+
+from leangrpo.configs.checks import ConfigError, resume_differences
+from leangrpo.configs.loader import dump_config, load_config
+from leangrpo.configs.schema import Config
+from leangrpo.engine import checkpoint as checkpoints
+from leangrpo.engine.evaluation import evaluate
+from leangrpo.engine.images import save_curves, save_grid
+from leangrpo.engine.metrics import EVALUATIONS_FILE, METRICS_FILE, MetricsLog, read_lines
+from leangrpo.engine.prompts import load_prompts, prompts_of_update
+from leangrpo.engine.trainer import Engine
+from leangrpo.engine.types import StepMetrics
+
+log = logging.getLogger("leangrpo")
+
+RATIO_NOTE = {
+    "native": "ratio: recomputed with the parameters of the rollout, so it is 1 up to rounding in the first optimizer "
+    "step of a rollout; watch grad_norm, and ratio_deviation, which should be 0",
+    "retain": "ratio: the rollout's own graph is the update, so it is exactly 1 in the first optimizer step of a rollout "
+    "and the clip is inactive; watch grad_norm instead",
+}
+RATIO_NOTE["reweight"] = RATIO_NOTE["retain"]
+
+
+class Run:
+    """One run in `config.out_dir`, new or resumed. ConfigError if the folder holds a run and resume is off."""
+
+    def __init__(self, config: Config):
+        self.config, self.directory = config, Path(config.out_dir)
+        self.checkpoints = self.directory / "checkpoints"
+        latest = find_checkpoint(config)
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
+        self.prompts = load_prompts(config.prompts)
+        self.engine = Engine.from_config(config)
+        for prompt in self.prompts:
+            self.engine.policy.encode(prompt, 1)  # a prompt that the policy cannot read is an error now, not later
+        if latest is not None:
+            resume(self.engine, latest)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        (self.directory / "config.yaml").write_text(dump_config(config))
+        self.log = MetricsLog(self.directory, config.logging, dataclasses.asdict(config), self.engine.update)
+
+    def train(self) -> Path:
+        """Train to `config.updates` and return the run's folder."""
+        config, engine = self.config, self.engine
+        log.info(
+            "%s, %s on %s: %s", config.algorithm.name, describe_policy(engine), engine.policy.device, describe(config)
+        )
+        log.info(RATIO_NOTE[config.schedule])
+        if engine.update == 0:
+            self._evaluate("before")
+        elif engine.update < config.updates:
+            log.info("resumed after update %d", engine.update)
+        with (
+            logging_redirect_tqdm([log]),
+            tqdm(
+                total=config.updates,
+                initial=min(engine.update, config.updates),
+                unit="update",
+                disable=not config.logging.progress,
+                dynamic_ncols=True,
+            ) as bar,
+        ):
+            while engine.update < config.updates:
+                self._one_update(bar)
+        return self._finish()
+
+    def _one_update(self, bar: Any) -> None:
+        config, engine = self.config, self.engine
+        prompts = prompts_of_update(self.prompts, config.seed, engine.update, config.prompts_per_update)
+        start = time.perf_counter()
+        metrics = engine.train_step(prompts)
+        seconds = time.perf_counter() - start
+        report_dropped(metrics, engine.update)
+        values = to_json(metrics) | {"update": engine.update, "seconds": seconds}
+        values["samples_per_second"] = metrics.samples / seconds
+        last = engine.update == config.updates
+        if last or engine.update % config.evaluation.every == 0:
+            name = "after" if last else f"update_{engine.update:06d}"
+            values |= {f"eval_{key}": score for key, score in self._evaluate(name).items()}
+        self.log.update(values)
+        if last or engine.update % config.checkpoint.every == 0:
+            self._save()
+        bar.update()
+        bar.set_postfix_str(f"reward {metrics.reward_mean:.3f}, {metrics.samples / seconds:.0f} samples/s")
+
+    def _evaluate(self, name: str) -> dict[str, float]:
+        engine, config = self.engine, self.config
+        evaluation = evaluate(engine.policy, engine.rewards, self.prompts, config.evaluation, config.seed)
+        self.log.evaluation({"update": engine.update} | evaluation.scores)
+        save_grid(evaluation.images, self.directory / "images" / f"{name}.png")
+        scores = ", ".join(f"{key} {score:.3f}" for key, score in evaluation.scores.items())
+        log.info("evaluation after update %d: %s", engine.update, scores)
+        return evaluation.scores
+
+    def _save(self) -> None:
+        backend = self.engine.backend
+        checkpoints.save_checkpoint(
+            self.checkpoints,
+            self.engine.update,
+            backend.parameters(),
+            backend.optimizer.state_dict(),
+            self.config.checkpoint.keep,
+        )
+
+    def _finish(self) -> Path:
+        name = self.directory.name
+        updates = {name: read_lines(self.directory / METRICS_FILE)}
+        evaluations = {name: read_lines(self.directory / EVALUATIONS_FILE)}
+        save_curves(updates, evaluations, self.directory / "reward_curve.png", title=name)
+        self.engine.policy.save(self.directory / "policy")
+        self.log.close()
+        log.info("done: %d updates, everything in %s", self.engine.update, self.directory)
+        return self.directory
+
+
+def find_checkpoint(config: Config) -> Path | None:
+    """The checkpoint to start from, None for a new run.
+
+    ConfigError if `out_dir` holds a run that must not be overwritten, or one that another configuration began.
+    """
+    directory = Path(config.out_dir)
+    if not (directory / "config.yaml").exists():
+        return None
+    found = checkpoints.list_checkpoints(directory / "checkpoints")
+    if not config.resume:
+        at = f"at update {checkpoints.read_update(found[-1])}" if found else "without a checkpoint yet"
+        raise ConfigError(
+            f"out_dir: {config.out_dir!r} holds a run {at}; continue it with resume=true, or choose another out_dir"
+        )
+    old = load_config(str(directory / "config.yaml"))
+    for key, before, now in resume_differences(old, config):
+        raise ConfigError(
+            f"{key}: {now!r}, but the run in {config.out_dir!r} was begun with {before!r}; a resumed run keeps it "
+            f"(set {key}={before}, or choose another out_dir)"
+        )
+    return found[-1] if found else None
+
+
+def resume(engine: Engine, checkpoint: Path) -> None:
+    """Bring `engine` to the state that `checkpoint` holds."""
+    optimizer_state = checkpoints.load_optimizer_state(checkpoint)
+    engine.backend.load(checkpoints.load_parameters(checkpoint), optimizer_state)
+    engine.update = checkpoints.read_update(checkpoint)
+    checkpoints.restore_generators(checkpoint)
+
+
+def to_json(metrics: StepMetrics) -> dict[str, Any]:
+    """Flat: reward terms become `reward/NAME`."""
+    values = dataclasses.asdict(metrics)
+    terms = values.pop("reward_terms")
+    return values | {f"reward/{name}": value for name, value in terms.items()}
+
+
+def report_dropped(metrics: StepMetrics, update: int) -> None:
+    """Say what was left out: a sample without a reward must not go unnoticed."""
+    if metrics.dropped_samples:
+        log.warning(
+            "update %d: %d of %d samples had no finite reward and were dropped",
+            update,
+            metrics.dropped_samples,
+            metrics.samples,
+        )
+
+
+def describe(config: Config) -> str:
+    """The geometry of an update in a line."""
+    how = config.schedule + (f" ({config.buffers})" if config.schedule == "reweight" else "")
+    return (
+        f"{config.updates} updates of {config.prompts_per_update} prompts x {config.group_size} samples, "
+        f"{config.algorithm.selected_steps} of {config.sampler.denoising_steps} denoising steps trained, {how}"
+    )
+
+
+def describe_policy(engine: Engine) -> str:
+    """Name and number of trainable parameters."""
+    policy = engine.config.policy
+    return f"{policy.name} ({policy.weights}, {engine.gradients.numel:,} trainable parameters)"

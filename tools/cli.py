@@ -1,0 +1,109 @@
+"""The `leangrpo` command: train, sample, plot. Mistakes of the user end with one line on stderr and exit status 2."""
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from leangrpo.configs.checks import ConfigError, check_world_size
+from leangrpo.configs.help import describe_keys
+from leangrpo.configs.loader import load_config
+
+INTERRUPTED = 130
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Sub-commands and their arguments."""
+    parser = argparse.ArgumentParser(prog="leangrpo", description="Memory-aware training for diffusion RL.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    train = commands.add_parser(
+        "train",
+        help="train a policy",
+        description="Train a policy. CONFIG is a YAML file or the name of a packaged one, such as digits_flowgrpo_lora.",
+        epilog="keys:\n" + describe_keys(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    train.add_argument("config", metavar="CONFIG")
+    train.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="change a key, e.g. optimizer.learning_rate=1e-3"
+    )
+    sample = commands.add_parser("sample", help="draw images from a trained run", description="Draw images from a run.")
+    sample.add_argument("run", metavar="RUN", type=Path, help="folder of a run (its out_dir)")
+    sample.add_argument("--prompt", action="append", required=True, help="may be given several times")
+    sample.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the PNG files go")
+    sample.add_argument("--number", type=int, default=8, help="images per prompt (default 8)")
+    sample.add_argument("--steps", type=int, help="denoising steps (default: as in the run's evaluation)")
+    sample.add_argument("--seed", type=int, default=0, help="of the initial latents (default 0)")
+    sample.add_argument("--base", action="store_true", help="draw from the base policy, before training")
+    plot = commands.add_parser("plot", help="reward curves of one or more runs in one PNG", description="Plot runs.")
+    plot.add_argument("runs", metavar="RUN", type=Path, nargs="+")
+    plot.add_argument("--out", type=Path, required=True, metavar="PNG")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; the exit status is 0, 2 for a mistake of the user, 130 after Ctrl-C."""
+    arguments = build_parser().parse_args(argv)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("leangrpo").setLevel(logging.INFO)
+    try:
+        return {"train": train, "sample": sample, "plot": plot}[arguments.command](arguments)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def train(arguments: argparse.Namespace) -> int:
+    """Train and say where the results are."""
+    config = load_config(arguments.config, arguments.overrides)
+    check_world_size(config, int(os.environ.get("WORLD_SIZE", "1")))
+    from leangrpo.engine.run import Run  # torch and diffusers take seconds to import: wrong input is reported before
+
+    run = Run(config)
+    try:
+        directory = run.train()
+    except KeyboardInterrupt:
+        print(
+            f"interrupted after update {run.engine.update}; continue from the last checkpoint with the same command "
+            "and resume=true",
+            file=sys.stderr,
+        )
+        return INTERRUPTED
+    print(f"images: {directory / 'images' / 'before.png'}, {directory / 'images' / 'after.png'}")
+    print(f"curve:  {directory / 'reward_curve.png'}")
+    return 0
+
+
+def sample(arguments: argparse.Namespace) -> int:
+    """Write PROMPT_00.png, ... and grid.png to --out."""
+    from leangrpo.tools.sample import sample_run
+
+    grid = sample_run(
+        arguments.run,
+        arguments.prompt,
+        arguments.out,
+        number=arguments.number,
+        steps=arguments.steps,
+        seed=arguments.seed,
+        base=arguments.base,
+    )
+    print(f"images: {grid}")
+    return 0
+
+
+def plot(arguments: argparse.Namespace) -> int:
+    """Draw the curves of several runs."""
+    from leangrpo.tools.plot_runs import plot_runs
+
+    plot_runs(arguments.runs, arguments.out)
+    print(f"curves: {arguments.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

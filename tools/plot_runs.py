@@ -1,0 +1,20 @@
+"""Curves of several runs in one picture, e.g. the same job under three schedules."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from leangrpo.configs.checks import ConfigError
+from leangrpo.engine.images import save_curves
+from leangrpo.engine.metrics import EVALUATIONS_FILE, METRICS_FILE, read_lines
+
+
+def plot_runs(runs: Sequence[Path], out: Path) -> None:
+    """Write a PNG with training rewards and evaluations of `runs`. ConfigError for a folder without metrics."""
+    updates, evaluations = {}, {}
+    for run in runs:
+        lines = read_lines(run / METRICS_FILE)
+        if not lines:
+            raise ConfigError(f"RUN: {str(run)!r} has no finished update in {METRICS_FILE}")
+        updates[run.name] = lines
+        evaluations[run.name] = read_lines(run / EVALUATIONS_FILE)
+    save_curves(updates, evaluations, out, title="")
