@@ -14,12 +14,12 @@ CORE = [
     "torch>=2.11",
     "deepspeed>=0.18",
     "diffusers>=0.36",
-    "transformers>=4.57",
+    "transformers>=4.57.1",
     "peft>=0.18",
     "bitsandbytes>=0.48",
     "psutil>=6.0",
     "nvidia-ml-py>=12.560",
-    "safetensors>=0.6",
+    "safetensors>=0.6.1",
     "pydantic>=2.9",
     "PyYAML>=6.0",
     "numpy>=2.1",
@@ -28,7 +28,7 @@ CORE = [
     "tensorboard>=2.18",
     "tqdm>=4.66",
 ]
-TEST = ["pytest>=8.3", "pytest-timeout>=2.3"]
+TEST = ["pytest>=8.3", "pytest-timeout>=2.3.1"]
 LINT = ["ruff>=0.9", "mypy>=1.15", "types-psutil", "types-PyYAML", "types-tqdm"]
 EXTRAS = {
     "test": TEST,

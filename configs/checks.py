@@ -42,7 +42,11 @@ def problem(key: str, value: object, text: str, where: str = "") -> Problem:
 
 def show(value: object) -> str:
     """The value as it could stand in YAML, shortened."""
-    text = json.dumps(value, ensure_ascii=False)
+    return shorten(json.dumps(value, ensure_ascii=False))
+
+
+def shorten(text: str) -> str:
+    """The text, or its beginning."""
     return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."
 
 

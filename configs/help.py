@@ -107,7 +107,7 @@ def nearest(word: str, candidates: Sequence[str]) -> list[str]:
 
 
 def nearest_keys(dotted: str) -> list[str]:
-    """Keys and sections most like `dotted`, by whole name, by last part, or by its initials.
+    """Keys and sections most like `dotted`: by whole name, by last part, a word or initials of it.
 
     The last part finds keys that were written into the wrong section, initials find `lr`.
     Places in a list are those of `dotted`, and N where it has none.
@@ -117,8 +117,9 @@ def nearest_keys(dotted: str) -> list[str]:
     # Sorting is stable: equally good last parts stand in the order of the whole names.
     for name in sorted(_names(), key=lambda name: -_ratio(whole, name)):
         part = name.rsplit(".", 1)[-1]
-        initials = "".join(word[0] for word in part.split("_")) if "_" in part else part
-        same = 1.0 if last in (part, initials) else 0.0
+        words = part.split("_")
+        initials = "".join(word[0] for word in words) if len(words) > 1 else part
+        same = 1.0 if last in (part, initials) else 0.9 if last in words else 0.0
         scores[name] = max(same, _ratio(last, part), _ratio(whole, name))
     places = [part for part in dotted.split(".") if part.isdecimal()]
     return [name.replace(".N", f".{places[0]}") if places else name for name in _best(scores)]
@@ -132,7 +133,7 @@ def describe_keys() -> str:
         if key.heading != heading:
             heading = key.heading
             path = tuple(0 if part == "N" else part for part in heading.split("."))
-            lines += ["", *_wrap(f"{heading}: {_docstring(path)}", "", "  ")]
+            lines += ["", *_wrap(f"{heading}: {_docstring(path)}", "", " " * 4)]
         lines += _describe(key)
     return "\n".join(lines) + "\n"
 

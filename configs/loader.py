@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from leangrpo.configs.checks import ConfigError, Problem, find_problems, problem, raise_first, show
+from leangrpo.configs.checks import ConfigError, Problem, find_problems, problem, raise_first, shorten, show
 from leangrpo.configs.help import (
     ADAPTER,
     KeyPath,
@@ -31,13 +31,13 @@ PACKAGED = Path(__file__).parent
 COMMAND_LINE = "command line"
 UNKNOWN, MISSING = "unexpected_keyword_argument", "missing"  # pydantic's names
 
-# YAML 1.2's plain scalars, less its octal, hexadecimal and infinite numbers. PyYAML's own rules are
-# those of YAML 1.1, where 1e-4 is text, 010 is eight, and no and off are false.
+# YAML 1.2's plain scalars, less its octal, hexadecimal, infinite and very long numbers. PyYAML's own
+# rules are those of YAML 1.1, where 1e-4 is text, 010 is eight, and no and off are false.
 # Name, pattern, first characters, conversion.
 SCALARS: tuple[tuple[str, str, str, Callable[[str], object]], ...] = (
     ("null", r"(~|null|Null|NULL)?", "~nN", lambda text: None),
     ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF", lambda text: text.lower() == "true"),
-    ("int", r"[-+]?(0|[1-9][0-9]*)", "-+0123456789", int),
+    ("int", r"[-+]?(0|[1-9][0-9]{0,99})", "-+0123456789", int),
     (
         "float",
         r"[-+]?([0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))([eE][-+]?[0-9]+)?",
@@ -124,9 +124,8 @@ def _find(source: str) -> tuple[Path, str]:
         return PACKAGED / f"{name}.yaml", f"packaged {name}.yaml"
     close = nearest(name.rsplit("/", 1)[-1], names)
     listed = ", ".join(close + [other for other in names if other not in close])
-    raise ConfigError(
-        f"configuration {show(source)} (command line): no such file, and no packaged one; packaged are {listed}"
-    )
+    text = f"no such file, and no packaged configuration; packaged are {listed}"
+    raise ConfigError(f"configuration {show(source)} (command line): {text}")
 
 
 def _read(path: Path, called: str) -> tuple[dict[str, Any], dict[str, str]]:
@@ -149,18 +148,20 @@ def _override(tree: dict[str, Any], said: dict[str, str], text: str) -> Problem 
     key, equals, value_text = text.partition("=")
     path = tuple(int(part) if part.isdecimal() else part for part in key.split("."))
     schema = schema_at(path)
-    if not equals:
-        example = "optimizer.learning_rate=1e-3" if schema is None else f"{key}=VALUE"
-        return Problem(key, show(text), f"is not key=value; write {example}", COMMAND_LINE)
-    if schema is None or is_section(schema):
-        return problem(key, value_text, _no_place(path), COMMAND_LINE)
-    try:
-        value, places = _parse(value_text, key, lambda line: COMMAND_LINE)
-    except _NotYaml as error:
-        fault = f"the value is not YAML ({error}); must be {allowed(schema)}"
-        return problem(key, value_text, fault, COMMAND_LINE)
-    if fault := _put(tree, path, value):
-        return problem(key, value, fault, COMMAND_LINE)
+    fault: str | None
+    if not (key and equals):
+        example = f"{key}=VALUE" if schema and key else "optimizer.learning_rate=1e-3"
+        fault = f"is not key=value; write {example}"
+    elif schema is None or is_section(schema):
+        fault = _no_place(path)
+    else:
+        try:
+            value, places = _parse(value_text, key, lambda line: COMMAND_LINE)
+            fault = _put(tree, path, value)
+        except _NotYaml as error:
+            fault = f"the value is not YAML ({error}); must be {allowed(schema)}"
+    if fault:
+        return Problem(key, shorten(text), fault, COMMAND_LINE)
     for old in [old for old in said if old == key or old.startswith(f"{key}.")]:
         del said[old]
     said.update(places)
@@ -189,8 +190,7 @@ def _put(tree: dict[str, Any], path: KeyPath, value: object) -> str | None:
             schema = schema_at(path[: depth + 1]) or {}
             node.setdefault(part, copy.deepcopy(schema.get("default", {})))
         elif not _has(node, part) and isinstance(node, list):
-            text = f"the length of {outer} is {len(node)}, counted from 0"
-            return f"{text}; set {outer}=[...] as a whole"
+            return f"{outer} has length {len(node)}, counted from 0; set {outer}=[...] as a whole"
         elif not _has(node, part):
             return f"{outer} is {show(node)}, which has no such part; correct that first"
         if depth == len(path) - 1:
@@ -256,7 +256,7 @@ def _name(node: yaml.Node, prefix: str, line: int) -> str:
 
 
 def _invalid(error: ValidationError, tree: dict[str, Any], said: dict[str, str]) -> list[Problem]:
-    """The problems that pydantic found: unknown keys, then wrong values, then missing"""
+    """The problems that pydantic found: unknown keys, then wrong values, then missing ones."""
     order = {UNKNOWN: 0, MISSING: 2}
     kinds: dict[KeyPath, str] = {}
     for one in sorted(error.errors(), key=lambda one: order.get(one["type"], 1)):

@@ -32,7 +32,7 @@ class LoraConfig:
     """Low-rank adapters through peft; used with policy.weights=lora."""
 
     rank: Annotated[PositiveInt, Field(description="rank r of the adapters")] = 8
-    alpha: Annotated[Positive, Field(description="scale: the adapters' output is multiplied by alpha / rank")] = 16.0
+    alpha: Annotated[PositiveInt, Field(description="scale: the adapters' output is multiplied by alpha / rank")] = 16
     target_modules: Annotated[
         tuple[str, ...],
         Field(min_length=1, description="suffixes of the Linear layers that get an adapter"),
@@ -261,7 +261,7 @@ class Config:
         Buffers,
         Field(description="reweight: one gradient per sample of the group, or running sums"),
     ] = "streaming"
-    buffer_dtype: Annotated[BufferDtype, Field(description="of gradient buffers whose advantage is unknown")] = (
+    buffer_dtype: Annotated[BufferDtype, Field(description="of the local gradient buffers, before the optimizer")] = (
         "float32"
     )
     buffer_device: Annotated[BufferDevice, Field(description="where those buffers live")] = "device"

@@ -59,7 +59,7 @@ class Gradients:
         """Add d loss / d parameters to `into` [N], by default to `total`."""
         self._sink = self.get_total() if into is None else into
         try:
-            loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+            loss.backward(retain_graph=retain_graph)
         finally:
             self._sink = None
 
@@ -75,7 +75,7 @@ class Gradients:
             for parameter, piece in zip(self.parameters, self.slices, strict=True)
         }
         try:
-            log_prob_B.sum().backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+            log_prob_B.sum().backward(retain_graph=retain_graph)
         finally:
             self._capture.rows = None
 

@@ -9,12 +9,12 @@ Contract with the module: the leading dim of every such layer's input is a whole
 (classifier-free guidance stacks [uncond, cond], for example), samples in the same order in each.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.grad import conv2d_input, conv2d_weight
 
 Rows = dict[int, Tensor]
 """id(parameter) -> [B, *parameter.shape], where its per-sample gradients are added"""
@@ -34,12 +34,9 @@ class PerSampleCapture:
             trainable = [p for p in layer.parameters(recurse=False) if p.requires_grad]
             if not trainable:
                 continue
-            if type(layer) is nn.Linear:
-                layer.forward = _linear_forward(self, layer)  # type: ignore[method-assign]
-            elif type(layer) is nn.Conv2d and layer.groups == 1 and layer.padding_mode == "zeros":
-                layer.forward = _conv_forward(self, layer)  # type: ignore[method-assign]
-            else:
+            if type(layer) is not nn.Linear and not (type(layer) is nn.Conv2d and _is_plain(layer)):
                 continue
+            _replace_forward(self, layer)
             owned.update(id(p) for p in trainable)
         for name, parameter in module.named_parameters():
             if parameter.requires_grad and id(parameter) not in owned:
@@ -48,8 +45,8 @@ class PerSampleCapture:
                     "layer, so its per-sample gradient is not known here; set samples_per_forward=1"
                 )
 
-    def add(self, weight: nn.Parameter, bias: nn.Parameter | None, x: Tensor, grad_out: Tensor) -> None:
-        """Add the gradients of `weight` [O, I] (or a view of it) and `bias` [O] from x [b, t, I], grad_out [b, t, O]."""
+    def add(self, layer: nn.Linear | nn.Conv2d, x: Tensor, grad_out: Tensor) -> None:
+        """Add the gradients of `layer`'s weight, as [O, I], and bias [O] from x [b, t, I] and grad_out [b, t, O]."""
         assert self.rows is not None
         if x.shape[0] % self.batch:
             raise ValueError(
@@ -57,18 +54,23 @@ class PerSampleCapture:
                 "of it, so its samples cannot be told apart; set samples_per_forward=1"
             )
         x, grad_out = _by_sample(x, self.batch), _by_sample(grad_out, self.batch)
-        if weight.requires_grad:
-            rows = self.rows[id(weight)].flatten(2)
-            _add_product(rows, grad_out.transpose(1, 2), x)
-        if bias is not None and bias.requires_grad:
-            self.rows[id(bias)].add_(grad_out.sum(1))
+        if layer.weight.requires_grad:
+            _add_product(self.rows[id(layer.weight)].flatten(2), grad_out.transpose(1, 2), x)
+        if layer.bias is not None and layer.bias.requires_grad:
+            rows = self.rows[id(layer.bias)]
+            rows.add_(grad_out.sum(1).to(rows.device))
+
+
+def _is_plain(layer: nn.Conv2d) -> bool:
+    return layer.groups == 1 and layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
 
 
 def _by_sample(x: Tensor, batch: int) -> Tensor:
     """[k * batch, t, C] -> [batch, k * t, C]"""
     if x.shape[0] == batch:
         return x
-    return x.unflatten(0, (-1, batch)).transpose(0, 1).flatten(1, 2)
+    by_sample: Tensor = x.unflatten(0, (-1, batch)).transpose(0, 1).flatten(1, 2)
+    return by_sample
 
 
 def _add_product(rows: Tensor, a: Tensor, b: Tensor) -> None:
@@ -84,61 +86,55 @@ def _tokens(x: Tensor) -> Tensor:
 
 
 class _Linear(torch.autograd.Function):
+    # the layer itself is kept in ctx: under activation checkpointing a saved weight comes back as another object
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, capture: PerSampleCapture
-    ) -> Tensor:
-        ctx.capture, ctx.bias = capture, bias
-        ctx.save_for_backward(x, weight)
-        return F.linear(x, weight, bias)
+    def forward(ctx: Any, x: Tensor, layer: nn.Linear, capture: PerSampleCapture, *parameters: Tensor) -> Tensor:
+        ctx.layer, ctx.capture = layer, capture
+        ctx.save_for_backward(x, layer.weight)
+        return F.linear(x, layer.weight, layer.bias)
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         grad_x = grad_out @ weight if ctx.needs_input_grad[0] else None
         if ctx.capture.rows is not None:
-            ctx.capture.add(weight, ctx.bias, _tokens(x), _tokens(grad_out))
-            return grad_x, None, None, None
+            ctx.capture.add(ctx.layer, _tokens(x), _tokens(grad_out))
+            return grad_x, None, None, *(None for _ in ctx.needs_input_grad[3:])
         flat = grad_out.flatten(0, -2)
-        grad_weight = flat.t() @ x.flatten(0, -2) if ctx.needs_input_grad[1] else None
-        return grad_x, grad_weight, flat.sum(0) if ctx.needs_input_grad[2] else None, None
+        grads = [flat.t() @ x.flatten(0, -2)] + ([flat.sum(0)] if ctx.layer.bias is not None else [])
+        return grad_x, None, None, *grads
 
 
 class _Conv2d(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, layer: nn.Conv2d, capture: PerSampleCapture, *parameters: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, layer: nn.Conv2d, capture: PerSampleCapture, *parameters: Tensor) -> Tensor:
         ctx.layer, ctx.capture = layer, capture
         ctx.save_for_backward(x, layer.weight)
         return F.conv2d(x, layer.weight, layer.bias, layer.stride, layer.padding, layer.dilation)
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         layer, geometry = ctx.layer, (ctx.layer.stride, ctx.layer.padding, ctx.layer.dilation)
         grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_x = torch.nn.grad.conv2d_input(x.shape, weight, grad_out, *geometry)
+            grad_x = conv2d_input(x.shape, weight, grad_out, *geometry)
         if ctx.capture.rows is not None:
             patches = F.unfold(x, weight.shape[2:], layer.dilation, layer.padding, layer.stride).transpose(1, 2)
-            ctx.capture.add(layer.weight, layer.bias, patches, grad_out.flatten(2).transpose(1, 2))
+            ctx.capture.add(layer, patches, grad_out.flatten(2).transpose(1, 2))
             return grad_x, None, None, *(None for _ in ctx.needs_input_grad[3:])
-        grads = {id(layer.weight): torch.nn.grad.conv2d_weight(x, weight.shape, grad_out, *geometry)}
+        grads = [conv2d_weight(x, weight.shape, grad_out, *geometry)]
         if layer.bias is not None:
-            grads[id(layer.bias)] = grad_out.sum((0, 2, 3))
-        return grad_x, None, None, *(grads[id(p)] for p in layer.parameters(recurse=False))
+            grads.append(grad_out.sum((0, 2, 3)))
+        return grad_x, None, None, *grads
 
 
-def _linear_forward(capture: PerSampleCapture, layer: nn.Linear) -> Callable[[Tensor], Tensor]:
+def _replace_forward(capture: PerSampleCapture, layer: nn.Linear | nn.Conv2d) -> None:
+    function = _Linear if isinstance(layer, nn.Linear) else _Conv2d
+
     def forward(x: Tensor) -> Tensor:
-        result: Tensor = _Linear.apply(x, layer.weight, layer.bias, capture)  # type: ignore[no-untyped-call]
+        parameters = (layer.weight,) if layer.bias is None else (layer.weight, layer.bias)
+        result: Tensor = function.apply(x, layer, capture, *parameters)  # type: ignore[no-untyped-call]
         return result
 
-    return forward
-
-
-def _conv_forward(capture: PerSampleCapture, layer: nn.Conv2d) -> Callable[[Tensor], Tensor]:
-    def forward(x: Tensor) -> Tensor:
-        result: Tensor = _Conv2d.apply(x, layer, capture, *layer.parameters(recurse=False))  # type: ignore[no-untyped-call]
-        return result
-
-    return forward
+    layer.forward = forward  # type: ignore[method-assign, assignment]

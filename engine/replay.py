@@ -1,4 +1,7 @@
-"""The native backward: run the policy again on stored transitions. Native itself, off-policy updates, clamp differences."""
+"""The native backward: run the policy again on stored transitions.
+
+Serves Native itself, the off-policy updates of every schedule, and Reweight's clamp differences.
+"""
 
 from dataclasses import dataclass
 

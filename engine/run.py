@@ -30,8 +30,8 @@ log = logging.getLogger("leangrpo")
 RATIO_NOTE = {
     "native": "ratio: recomputed with the parameters of the rollout, so it is 1 up to rounding in the first optimizer "
     "step of a rollout; watch grad_norm, and ratio_deviation, which should be 0",
-    "retain": "ratio: the rollout's own graph is the update, so it is exactly 1 in the first optimizer step of a rollout "
-    "and the clip is inactive; watch grad_norm instead",
+    "retain": "ratio: the rollout's own graph is the update, so it is exactly 1 in the first optimizer step of a "
+    "rollout and the clip is inactive; watch grad_norm instead",
 }
 RATIO_NOTE["reweight"] = RATIO_NOTE["retain"]
 

@@ -1,9 +1,9 @@
 """When a selected step's backward runs: Native, Retain and Reweight, side by side.
 
-All give the same gradient, -sum_i sum_t A_i grad log_prob_{i,t} over the normaliser, plus the KL term. The trainer calls,
-in this order: `rollout` per forward batch, `rewards_known` when that batch has its rewards, `group_known` when the
-prompt's group is complete, and `advantages_known` when the advantages of some groups are final (after each group, or
-with a global std after the last one).
+All give the same gradient, -sum_i sum_t A_i grad log_prob_{i,t} over the normaliser, plus the KL term. The trainer
+calls, in this order: `rollout` per forward batch, `rewards_known` when that batch has its rewards, `group_known` when
+the prompt's group is complete, and `advantages_known` when the advantages of some groups are final (after each group,
+or with a global std after the last one).
 """
 
 from abc import ABC, abstractmethod
@@ -49,10 +49,10 @@ class Schedule(ABC):
     def rollout(self, prompt: str, noise: Noise, selected: frozenset[int]) -> Trajectory:
         """Sample the generations of `noise`."""
 
-    def rewards_known(self, trajectory: Trajectory) -> None:
+    def rewards_known(self, trajectory: Trajectory) -> None:  # noqa: B027 - most schedules have nothing to do here
         """The samples of one rollout have their rewards; other samples of the group may still be missing."""
 
-    def group_known(self, group: Group) -> None:
+    def group_known(self, group: Group) -> None:  # noqa: B027 - nor here
         """All rewards of a group are known; with a global std its divisors are not."""
 
     @abstractmethod
@@ -239,9 +239,10 @@ class ReweightStreaming(Reweight):
         self.centre_K = None
 
 
+SCHEDULES: dict[str, type[Schedule]] = {"native": Native, "retain": Retain}
 REWEIGHT: dict[str, type[Schedule]] = {"per_sample": ReweightPerSample, "streaming": ReweightStreaming}
 
 
 def schedule_type(candidate: Candidate) -> type[Schedule]:
     """The class that executes `candidate`; `buffers` matters under Reweight only."""
-    return {"native": Native, "retain": Retain, "reweight": REWEIGHT[candidate.buffers]}[candidate.schedule]
+    return REWEIGHT[candidate.buffers] if candidate.schedule == "reweight" else SCHEDULES[candidate.schedule]

@@ -21,7 +21,7 @@ def build_parser() -> argparse.ArgumentParser:
     train = commands.add_parser(
         "train",
         help="train a policy",
-        description="Train a policy. CONFIG is a YAML file or the name of a packaged one, such as digits_flowgrpo_lora.",
+        description="Train a policy. CONFIG: a YAML file or the name of a packaged one (digits_flowgrpo_lora).",
         epilog="keys:\n" + describe_keys(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -202,7 +202,8 @@ def load_base(folder: Path) -> BasePolicy:
 @torch.no_grad()
 def accuracy(network: nn.Module, images: Tensor, labels: Tensor) -> float:
     """Fraction of `images` whose largest score is at the label."""
-    return (network(images).argmax(dim=1) == labels).float().mean().item()
+    matches: Tensor = network(images).argmax(dim=1) == labels
+    return matches.float().mean().item()
 
 
 def make_reader(name: str, make: Callable[[Tensor, Tensor], nn.Module], out: Path, data: tuple[Tensor, Tensor]) -> None:

@@ -1,5 +1,6 @@
 """What the engine needs of a model family, and the one rollout that all families and schedules share."""
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -86,8 +87,8 @@ class FlowMatchingPolicy(PolicyAdapter):
 
 def timesteps_of(sigmas: Tensor) -> tuple[Timestep, ...]:
     """The T intervals of `sigmas` [T + 1]."""
-    values = sigmas.tolist()
-    return tuple(Timestep(index, *pair) for index, pair in enumerate(zip(values[:-1], values[1:], strict=True)))
+    pairs = itertools.pairwise(sigmas.tolist())
+    return tuple(Timestep(index, *pair) for index, pair in enumerate(pairs))
 
 
 def keep(step: DenoisingStep) -> DenoisingStep:

@@ -67,9 +67,9 @@ class DigitsPolicy(FlowMatchingPolicy):
         return cls(module, text_encoder, config, sampler, **settings)
 
     def to(self, *, device: torch.device | None = None, dtype: torch.dtype | None = None) -> None:
-        self.module.to(device=device, dtype=dtype)
-        if self.base is not None:
-            self.base.to(device=device, dtype=dtype)
+        for module in (self.module, self.base):
+            if module is not None:
+                nn.Module.to(module, device=device, dtype=dtype)  # diffusers' own `to` warns about nothing
         if device is not None:
             self.device = device
             self.text_encoder.to(device)  # keeps float32
@@ -114,7 +114,7 @@ class DigitsPolicy(FlowMatchingPolicy):
                 self.module.enable_adapters()
 
     def save(self, directory: Path) -> None:
-        """The adapter as diffusers' `load_lora_adapter` reads it, or the whole transformer as `from_pretrained` does."""
+        """The adapter, for diffusers' `load_lora_adapter`, or the whole transformer, for `from_pretrained`."""
         if self.has_adapter:
             self.module.save_lora_adapter(directory)
         else:
@@ -128,7 +128,7 @@ def add_lora(module: SD3Transformer2DModel, config: LoraConfig, seed: int) -> No
     for target in config.target_modules:
         if not any(name == target or name.endswith(f".{target}") for name in names):
             raise ConfigError(
-                f"policy.lora.target_modules: {target!r} matches no layer of {type(module).__name__}; "
+                f"policy.lora.target_modules={target!r}: matches no layer of {type(module).__name__}; "
                 "attention layers are to_q, to_k, to_v, to_out.0"
             )
     with torch.random.fork_rng(devices=[]):
@@ -150,7 +150,7 @@ def set_checkpointing(module: Any, blocks: nn.ModuleList, choice: Checkpointing)
     count = len(blocks) if choice == "all" else choice
     if count > len(blocks):
         raise ConfigError(
-            f"checkpointing: {count} blocks asked for, but the policy has {len(blocks)}; use all, none, or 1 to {len(blocks)}"
+            f"checkpointing={count}: the policy has {len(blocks)} blocks; use all, none, or 1 to {len(blocks)}"
         )
     chosen = {id(block) for block in blocks[:count]}
 

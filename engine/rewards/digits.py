@@ -67,9 +67,7 @@ class KernelJudge(nn.Module):
 
     def squared_distances(self, images: Tensor) -> Tensor:
         """[B, num_centres]: squared distances between the edges of images and centres."""
-        return torch.cdist(
-            _edges(images), _edges(self.centres), compute_mode="donot_use_mm_for_euclid_dist"
-        ).square()
+        return torch.cdist(_edges(images), _edges(self.centres), compute_mode="donot_use_mm_for_euclid_dist").square()
 
     def features(self, images: Tensor) -> Tensor:
         """Kernel values [B, num_centres] in 0..1 of images [B, 1, 16, 16] (0 to 255)."""
@@ -111,7 +109,8 @@ def digits_classifier(images: Tensor, prompts: list[str]) -> Tensor:
     digits_B = _prompted_digits(images, prompts)
     with torch.no_grad():
         probabilities = load_classifier(images.device)(images).softmax(dim=1)
-    return probabilities.gather(1, digits_B[:, None])[:, 0]
+    rewards_B: Tensor = probabilities.gather(1, digits_B[:, None])[:, 0]
+    return rewards_B
 
 
 def digits_classifier_accuracy(images: Tensor, prompts: list[str]) -> Tensor:
@@ -127,7 +126,8 @@ def digits_judge_accuracy(images: Tensor, prompts: list[str]) -> Tensor:
 def _matches(network: nn.Module, images: Tensor, prompts: list[str]) -> Tensor:
     digits_B = _prompted_digits(images, prompts)
     with torch.no_grad():
-        return (network(images).argmax(dim=1) == digits_B).float()
+        matches_B: Tensor = network(images).argmax(dim=1) == digits_B
+    return matches_B.float()
 
 
 def _prompted_digits(images: Tensor, prompts: list[str]) -> Tensor:

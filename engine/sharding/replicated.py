@@ -46,7 +46,7 @@ class Replicated:
 
     @torch.no_grad()
     def step(self, gradient: Tensor) -> float:
-        """Clip the flat gradient [N], step, and return its norm before clipping. NonFiniteGradientError leaves all as it was."""
+        """Clip the flat gradient [N], step, return its norm before clipping. NonFiniteGradientError: no step made."""
         start = 0
         gradient = gradient.to(self.masters[0].device, torch.float32)
         for master in self.masters:

@@ -1,0 +1,98 @@
+"""A small random SD3 policy and engines around it, for tests that need real classes but no trained weights."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from diffusers import SD3Transformer2DModel
+from torch import Tensor
+
+from leangrpo.configs.schema import (
+    AdvantageConfig,
+    AlgorithmConfig,
+    Config,
+    LoraConfig,
+    OptimizerConfig,
+    PolicyConfig,
+    SamplerConfig,
+)
+from leangrpo.engine.policies.digits import DigitsPolicy
+from leangrpo.engine.policies.word_encoder import WordEncoder
+from leangrpo.engine.rewards import RewardFunction, Rewards
+from leangrpo.engine.trainer import Engine
+
+PROMPTS = ["one", "two", "three"]
+
+
+def small_config(**changes: Any) -> Config:
+    """3 prompts x 4 samples, 4 of 5 steps; `changes` to top-level keys, or `section={...}` to a section's."""
+    sections = {"algorithm", "sampler", "policy", "optimizer"}
+    config = Config(
+        out_dir="unused",
+        prompts_per_update=3,
+        group_size=4,
+        samples_per_forward=2,
+        sampler=SamplerConfig(denoising_steps=5),
+        algorithm=AlgorithmConfig(selected_steps=4, advantage=AdvantageConfig()),
+        policy=PolicyConfig(weights="full", lora=LoraConfig(rank=4, alpha=8)),
+        optimizer=OptimizerConfig(learning_rate=1e-3),
+    )
+    advantage = changes.pop("advantage", {})
+    for name, value in changes.items():
+        config = replace(config, **{name: replace(getattr(config, name), **value) if name in sections else value})
+    algorithm = replace(config.algorithm, advantage=replace(config.algorithm.advantage, **advantage))
+    return replace(config, algorithm=algorithm)
+
+
+def small_policy(config: Config, seed: int = 0) -> DigitsPolicy:
+    """8 px, 2 blocks, width 16, random weights that depend on `seed` alone."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        module = SD3Transformer2DModel(
+            sample_size=8,
+            patch_size=2,
+            in_channels=1,
+            out_channels=1,
+            num_layers=2,
+            attention_head_dim=8,
+            num_attention_heads=2,
+            joint_attention_dim=8,
+            caption_projection_dim=16,
+            pooled_projection_dim=8,
+            pos_embed_max_size=4,
+        )
+        encoder = WordEncoder(dim=8)
+    return DigitsPolicy(
+        module,
+        encoder,
+        config.policy,
+        config.sampler,
+        seed=seed,
+        checkpointing=config.checkpointing,
+        keep_base=config.algorithm.beta > 0,
+    )
+
+
+def brightness(images: Tensor, prompts: list[str]) -> Tensor:
+    """A reward that differs from sample to sample."""
+    return images.float().mean(dim=(1, 2, 3)) / 255
+
+
+def small_engine(config: Config, *functions: RewardFunction, seed: int = 0) -> Engine:
+    """An engine around `small_policy`; reward k has weight 1 + k."""
+    terms = [(f"reward_{k}", function, 1.0 + k) for k, function in enumerate(functions or (brightness,))]
+    engine = Engine(config, small_policy(config, seed), Rewards(terms))
+    if config.policy.weights == "lora":  # lora_B starts at 0, where every gradient of lora_A is 0 as well
+        move_adapter(engine)
+    return engine
+
+
+def move_adapter(engine: Engine) -> None:
+    """Give lora_B values, as after some updates."""
+    generator = torch.Generator().manual_seed(1)
+    parameters = engine.backend.parameters()
+    moved = {
+        name: 0.1 * torch.randn(p.shape, generator=generator) if "lora_B" in name else p.clone()
+        for name, p in parameters.items()
+    }
+    engine.backend.load(moved, optimizer_state=None)
