@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from leangrpo.configs.checks import ConfigError
 from leangrpo.engine.per_sample import PerSampleCapture
 from leangrpo.kernels.rescale_accumulate import rescale_accumulate_
 
@@ -24,9 +25,7 @@ class Gradients:
     def __init__(self, module: nn.Module, *, dtype: torch.dtype, device: torch.device, per_sample_batch: int = 1):
         self.parameters = [p for p in module.parameters() if p.requires_grad]
         if not self.parameters:
-            raise ValueError(
-                "the policy has no trainable parameter: check policy.weights and policy.lora.target_modules"
-            )
+            raise ConfigError("policy.weights: nothing is trainable; use full, or lora with target_modules that match")
         self.dtype, self.device = dtype, device
         self.slices: list[slice] = []
         start = 0

@@ -88,8 +88,8 @@ def _start_wandb(directory: Path, project: str | None, run_config: Mapping[str, 
         import wandb
     except ImportError:
         raise ConfigError(
-            f"logging.wandb_project: {project!r} asks for Weights & Biases, which is not installed; "
-            "pip install 'leangrpo[wandb]', or leave the key out"
+            f"logging.wandb_project={project}: Weights & Biases is not installed; pip install 'leangrpo[wandb]', "
+            "or leave the key out"
         ) from None
     return wandb.init(
         project=project,

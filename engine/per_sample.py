@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.grad import conv2d_input, conv2d_weight
 
+from leangrpo.configs.checks import ConfigError
+
 Rows = dict[int, Tensor]
 """id(parameter) -> [B, *parameter.shape], where its per-sample gradients are added"""
 
@@ -23,7 +25,7 @@ Rows = dict[int, Tensor]
 class PerSampleCapture:
     """Owns the replaced layers of `module`. While `rows` is set, their weight gradients go there, sample by sample.
 
-    Raises ValueError when a trainable parameter belongs to another kind of layer.
+    Raises ConfigError when a trainable parameter belongs to another kind of layer.
     """
 
     def __init__(self, module: nn.Module):
@@ -40,7 +42,7 @@ class PerSampleCapture:
             owned.update(id(p) for p in trainable)
         for name, parameter in module.named_parameters():
             if parameter.requires_grad and id(parameter) not in owned:
-                raise ValueError(
+                raise ConfigError(
                     f"samples_per_forward > 1 with schedule=reweight: {name} is not a weight of a Linear or Conv2d "
                     "layer, so its per-sample gradient is not known here; set samples_per_forward=1"
                 )
@@ -49,7 +51,7 @@ class PerSampleCapture:
         """Add the gradients of `layer`'s weight, as [O, I], and bias [O] from x [b, t, I] and grad_out [b, t, O]."""
         assert self.rows is not None
         if x.shape[0] % self.batch:
-            raise ValueError(
+            raise ConfigError(
                 f"samples_per_forward={self.batch}: a layer sees a leading dim of {x.shape[0]}, which is no multiple "
                 "of it, so its samples cannot be told apart; set samples_per_forward=1"
             )

@@ -17,10 +17,10 @@ def load_prompts(source: str) -> list[str]:
         path = PACKAGED / f"{source}.txt"
     if not path.is_file():
         packaged = ", ".join(sorted(p.stem for p in PACKAGED.glob("*.txt")))
-        raise ConfigError(f"prompts: {source!r} is neither a file nor a packaged list ({packaged})")
+        raise ConfigError(f"prompts={source}: neither a file nor a packaged list; the packaged ones: {packaged}")
     prompts = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     if not prompts:
-        raise ConfigError(f"prompts: {source!r} has no prompt in it")
+        raise ConfigError(f"prompts={source}: the file has no prompt in it; write one on each line")
     return prompts
 
 

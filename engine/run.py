@@ -47,8 +47,7 @@ class Run:
             torch.set_num_threads(config.threads)
         self.prompts = load_prompts(config.prompts)
         self.engine = Engine.from_config(config)
-        for prompt in self.prompts:
-            self.engine.policy.encode(prompt, 1)  # a prompt that the policy cannot read is an error now, not later
+        refuse_unreadable(self.prompts, self.engine)
         if latest is not None:
             resume(self.engine, latest)
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -129,6 +128,15 @@ class Run:
         return self.directory
 
 
+def refuse_unreadable(prompts: list[str], engine: Engine) -> None:
+    """ConfigError for a prompt that the policy cannot encode: now, and not in the middle of the run."""
+    for prompt in prompts:
+        try:
+            engine.policy.encode(prompt, 1)
+        except ValueError as error:
+            raise ConfigError(f"prompts={engine.config.prompts}: {error}") from None
+
+
 def find_checkpoint(config: Config) -> Path | None:
     """The checkpoint to start from, None for a new run.
 
@@ -141,13 +149,13 @@ def find_checkpoint(config: Config) -> Path | None:
     if not config.resume:
         at = f"at update {checkpoints.read_update(found[-1])}" if found else "without a checkpoint yet"
         raise ConfigError(
-            f"out_dir: {config.out_dir!r} holds a run {at}; continue it with resume=true, or choose another out_dir"
+            f"out_dir={config.out_dir}: there is a run {at}; continue it with resume=true, or choose another out_dir"
         )
     old = load_config(str(directory / "config.yaml"))
     for key, before, now in resume_differences(old, config):
         raise ConfigError(
-            f"{key}: {now!r}, but the run in {config.out_dir!r} was begun with {before!r}; a resumed run keeps it "
-            f"(set {key}={before}, or choose another out_dir)"
+            f"{key}={now}: the run in {config.out_dir} was begun with {before}, and a resumed run keeps it; "
+            f"set {key}={before}, or choose another out_dir"
         )
     return found[-1] if found else None
 

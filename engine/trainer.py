@@ -176,7 +176,7 @@ class Engine:
 def choose_device(name: str) -> torch.device:
     """`auto` is CUDA where there is one. ConfigError if `cuda` is asked for and absent."""
     if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device: cuda asked for, but torch sees no CUDA device; use device=cpu or device=auto")
+        raise ConfigError("device=cuda: torch sees no CUDA device; use device=cpu or device=auto")
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return torch.device(name)

@@ -11,7 +11,7 @@ from leangrpo.configs.checks import ConfigError, check_world_size
 from leangrpo.configs.help import describe_keys
 from leangrpo.configs.loader import load_config
 
-INTERRUPTED = 130
+MISTAKE, FAILED, INTERRUPTED = 2, 1, 130
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -44,15 +44,16 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; the exit status is 0, 2 for a mistake of the user, 130 after Ctrl-C."""
+    """Run a command; the exit status is 0, 1 when training failed, 2 for a mistake of the user, 130 after Ctrl-C."""
     arguments = build_parser().parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logging.getLogger("leangrpo").setLevel(logging.INFO)
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns about a kernel that nobody asked for
     try:
         return {"train": train, "sample": sample, "plot": plot}[arguments.command](arguments)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return MISTAKE
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -74,6 +75,9 @@ def train(arguments: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return INTERRUPTED
+    except FloatingPointError as error:  # a log-probability or gradient that is not finite; the message says where
+        print(f"error: update {run.engine.update + 1}: {error}", file=sys.stderr)
+        return FAILED
     print(f"images: {directory / 'images' / 'before.png'}, {directory / 'images' / 'after.png'}")
     print(f"curve:  {directory / 'reward_curve.png'}")
     return 0

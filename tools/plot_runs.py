@@ -14,7 +14,7 @@ def plot_runs(runs: Sequence[Path], out: Path) -> None:
     for run in runs:
         lines = read_lines(run / METRICS_FILE)
         if not lines:
-            raise ConfigError(f"RUN: {str(run)!r} has no finished update in {METRICS_FILE}")
+            raise ConfigError(f"RUN={run}: no finished update in {METRICS_FILE}; give the out_dir of a run")
         updates[run.name] = lines
         evaluations[run.name] = read_lines(run / EVALUATIONS_FILE)
     save_curves(updates, evaluations, out, title="")

@@ -20,16 +20,16 @@ def sample_run(
     ConfigError if `run` is no run, has no checkpoint, or a prompt or number cannot be used.
     """
     if not (run / "config.yaml").is_file():
-        raise ConfigError(f"RUN: {str(run)!r} is not the folder of a run (no config.yaml in it)")
+        raise ConfigError(f"RUN={run}: not the folder of a run (no config.yaml in it); give the out_dir of one")
     if number < 1:
-        raise ConfigError(f"--number: {number}; at least 1 image per prompt is needed")
+        raise ConfigError(f"--number={number}: at least 1 image per prompt is needed")
     config = load_config(str(run / "config.yaml"))
     steps = config.evaluation.denoising_steps if steps is None else steps
     if steps < 1:
-        raise ConfigError(f"--steps: {steps}; at least 1 denoising step is needed")
+        raise ConfigError(f"--steps={steps}: at least 1 denoising step is needed")
     found = checkpoints.list_checkpoints(run / "checkpoints")
     if not found and not base:
-        raise ConfigError(f"RUN: {str(run)!r} has no checkpoint yet; wait for the first, or use --base")
+        raise ConfigError(f"RUN={run}: no checkpoint yet; wait for the first, or use --base")
     engine = Engine.from_config(config)
     if not base:
         engine.backend.load(checkpoints.load_parameters(found[-1]), optimizer_state=None)
@@ -38,7 +38,7 @@ def sample_run(
         try:
             images[prompt] = draw(engine.policy, prompt, Noise(seed, EVALUATION, slot, tuple(range(number))), steps)
         except ValueError as error:
-            raise ConfigError(f"--prompt: {error}") from None
+            raise ConfigError(f"--prompt={prompt}: {error}") from None
     for prompt, prompt_images in images.items():
         for index, image in enumerate(prompt_images):
             replace_image(to_pil(image), out / f"{_file_name(prompt)}_{index:02d}.png")
