@@ -203,7 +203,7 @@ class LoggingConfig:
         Annotated[str, Field(min_length=1)] | None,
         Field(description="Weights & Biases project; null: none; needs leangrpo[wandb]"),
     ] = None
-    progress: Annotated[bool, Field(description="show the progress bar")] = True
+    progress: Annotated[bool, Field(description="show a progress bar, if the output is a terminal")] = True
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

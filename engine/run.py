@@ -65,19 +65,16 @@ class Run:
             self._evaluate("before")
         elif engine.update < config.updates:
             log.info("resumed after update %d", engine.update)
-        with (
-            logging_redirect_tqdm([log]),
-            tqdm(
-                total=config.updates,
-                initial=min(engine.update, config.updates),
-                unit="update",
-                disable=not config.logging.progress,
-                dynamic_ncols=True,
-            ) as bar,
-        ):
+        with logging_redirect_tqdm(), self._progress_bar() as bar:
             while engine.update < config.updates:
                 self._one_update(bar)
         return self._finish()
+
+    def _progress_bar(self) -> Any:
+        """Shows ETA, reward and throughput on a terminal; a log file gets the evaluations only."""
+        done = min(self.engine.update, self.config.updates)
+        hidden = None if self.config.logging.progress else True
+        return tqdm(total=self.config.updates, initial=done, unit="update", disable=hidden, dynamic_ncols=True)
 
     def _one_update(self, bar: Any) -> None:
         config, engine = self.config, self.engine
@@ -95,8 +92,10 @@ class Run:
         self.log.update(values)
         if last or engine.update % config.checkpoint.every == 0:
             self._save()
+        bar.set_postfix_str(
+            f"reward {metrics.reward_mean:.3f}, {metrics.samples / seconds:.0f} samples/s", refresh=False
+        )
         bar.update()
-        bar.set_postfix_str(f"reward {metrics.reward_mean:.3f}, {metrics.samples / seconds:.0f} samples/s")
 
     def _evaluate(self, name: str) -> dict[str, float]:
         engine, config = self.engine, self.config

@@ -48,7 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = build_parser().parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logging.getLogger("leangrpo").setLevel(logging.INFO)
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns about a kernel that nobody asked for
+    for chatty in ("bitsandbytes", "diffusers"):  # warn about kernels nobody asked for, and empty lists of modules
+        logging.getLogger(chatty).setLevel(logging.ERROR)
     try:
         return {"train": train, "sample": sample, "plot": plot}[arguments.command](arguments)
     except ConfigError as error:
