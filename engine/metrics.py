@@ -1,5 +1,6 @@
 """Where a run's numbers go: JSON lines always, TensorBoard and Weights & Biases if asked."""
 
+import importlib.util
 import json
 import math
 import os
@@ -25,7 +26,7 @@ class MetricsLog:
     """Appends one object per update to metrics.jsonl and one per evaluation to evaluations.jsonl.
 
     `start` is the number of updates that are already done: later lines of an interrupted run are cut away, since those
-    updates are made again. ConfigError if wandb is asked for and not installed.
+    updates are made again.
     """
 
     def __init__(self, directory: Path, config: LoggingConfig, run_config: Mapping[str, Any], start: int):
@@ -81,16 +82,20 @@ def _json_number(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def refuse_missing_wandb(config: LoggingConfig) -> None:
+    """ConfigError if Weights & Biases is asked for and not installed."""
+    if config.wandb_project is not None and importlib.util.find_spec("wandb") is None:
+        raise ConfigError(
+            f"logging.wandb_project={config.wandb_project}: Weights & Biases is not installed; "
+            "pip install 'leangrpo[wandb]', or leave the key out"
+        )
+
+
 def _start_wandb(directory: Path, project: str | None, run_config: Mapping[str, Any]) -> Any:
     if project is None:
         return None
-    try:
-        import wandb
-    except ImportError:
-        raise ConfigError(
-            f"logging.wandb_project={project}: Weights & Biases is not installed; pip install 'leangrpo[wandb]', "
-            "or leave the key out"
-        ) from None
+    import wandb
+
     return wandb.init(
         project=project,
         name=directory.name,

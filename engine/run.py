@@ -20,7 +20,7 @@ from leangrpo.configs.schema import Config
 from leangrpo.engine import checkpoint as checkpoints
 from leangrpo.engine.evaluation import evaluate
 from leangrpo.engine.images import save_curves, save_grid
-from leangrpo.engine.metrics import EVALUATIONS_FILE, METRICS_FILE, MetricsLog, read_lines
+from leangrpo.engine.metrics import EVALUATIONS_FILE, METRICS_FILE, MetricsLog, read_lines, refuse_missing_wandb
 from leangrpo.engine.prompts import load_prompts, prompts_of_update
 from leangrpo.engine.trainer import Engine
 from leangrpo.engine.types import StepMetrics
@@ -43,6 +43,7 @@ class Run:
         self.config, self.directory = config, Path(config.out_dir)
         self.checkpoints = self.directory / "checkpoints"
         latest = find_checkpoint(config)
+        refuse_missing_wandb(config.logging)
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         self.prompts = load_prompts(config.prompts)

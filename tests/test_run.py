@@ -66,10 +66,12 @@ def test_a_run_leaves_what_it_promises(finished: Path) -> None:
 
 def test_the_adapter_moved_and_loads_in_diffusers(finished: Path) -> None:
     saved = parameters(finished)
-    assert all(saved[name].abs().max() > 0 for name in saved if "lora_B" in name)
+    still = [name for name in saved if "lora_B" in name and saved[name].abs().max() == 0]
+    # the last block has no text output, so nothing depends on its text queries
+    assert still == ["transformer_blocks.3.attn.add_q_proj.lora_B.default.weight"]
     base = Path(sys.modules["leangrpo.engine.policies.digits"].__file__ or "").parents[1] / "assets/digits/transformer"
     module = SD3Transformer2DModel.from_pretrained(base, torch_dtype=torch.float32)
-    module.load_lora_adapter(finished / "policy", prefix=None)
+    module.load_lora_adapter(finished / "policy", adapter_name="default", use_safetensors=True)
     loaded = {name: p for name, p in module.named_parameters() if "lora" in name}
     assert loaded.keys() == saved.keys()
     assert all(torch.equal(loaded[name], saved[name]) for name in saved)
@@ -149,16 +151,16 @@ def test_an_existing_run_is_not_overwritten(finished: Path, capsys: pytest.Captu
     ],
 )
 def test_mistakes_are_one_line_and_exit_2(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], overrides: list[str], expected: str
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    overrides: list[str],
+    expected: str,
 ) -> None:
     if "device=cuda" in overrides and torch.cuda.is_available():
         pytest.skip("there is a CUDA device here")
-    if "logging.wandb_project=x" in overrides:
-        sys.modules["wandb"] = None  # type: ignore[assignment]
-    try:
-        assert train(tmp_path / "run", *overrides) == 2
-    finally:
-        sys.modules.pop("wandb", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)  # as if wandb were not installed
+    assert train(tmp_path / "run", *overrides) == 2
     assert capsys.readouterr().err.strip().splitlines()[-1].startswith(f"error: {expected}")
     assert not (tmp_path / "run").exists()
 

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 from diffusers import SD3Transformer2DModel
+from diffusers.loaders import SD3LoraLoaderMixin
 from peft import LoraConfig as PeftLoraConfig
+from peft.utils import get_peft_model_state_dict
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -114,9 +116,13 @@ class DigitsPolicy(FlowMatchingPolicy):
                 self.module.enable_adapters()
 
     def save(self, directory: Path) -> None:
-        """The adapter, for diffusers' `load_lora_adapter`, or the whole transformer, for `from_pretrained`."""
+        """The adapter, for diffusers' `load_lora_weights`, or the whole transformer, for `from_pretrained`."""
         if self.has_adapter:
-            self.module.save_lora_adapter(directory)
+            SD3LoraLoaderMixin.save_lora_weights(
+                directory,
+                transformer_lora_layers=get_peft_model_state_dict(self.module),
+                transformer_lora_adapter_metadata=self.module.peft_config["default"].to_dict(),
+            )
         else:
             self.module.save_pretrained(directory)
 
@@ -128,7 +134,7 @@ def add_lora(module: SD3Transformer2DModel, config: LoraConfig, seed: int) -> No
     for target in config.target_modules:
         if not any(name == target or name.endswith(f".{target}") for name in names):
             raise ConfigError(
-                f"policy.lora.target_modules={target!r}: matches no layer of {type(module).__name__}; "
+                f"policy.lora.target_modules={target}: matches no layer of {type(module).__name__}; "
                 "attention layers are to_q, to_k, to_v, to_out.0"
             )
     with torch.random.fork_rng(devices=[]):
