@@ -70,14 +70,15 @@ def find_problems(config: Config, given: Collection[str] = ()) -> list[Problem]:
     return found + list(_check_given(config, given))
 
 
-def check_world_size(config: Config, world_size: int) -> None:
-    """Raises ConfigError for more than the one process that this version trains on."""
-    if world_size > 1:
-        raise ConfigError(
-            f"world_size={world_size} (environment): this version trains on one process, backends "
-            "for several are to come; start it without torchrun or deepspeed: "
-            f"leangrpo train CONFIG out_dir={config.out_dir}"
-        )
+def check_world_size(config: Config, world_size: int, local_size: int) -> None:
+    """Raises ConfigError if that many processes, `local_size` of them on this node, cannot share the run."""
+    if config.backend == "hsdp":
+        shard = config.shard_ranks or local_size
+        if world_size % shard or world_size == shard:
+            raise ConfigError(
+                f"shard_ranks={shard}: backend=hsdp needs a multiple of it, at least twice, but there are {world_size} "
+                "ranks; use a smaller shard_ranks, or backend=fsdp2"
+            )
 
 
 def resume_differences(old: Config, new: Config) -> list[tuple[str, object, object]]:
@@ -145,12 +146,22 @@ def _check_execution(config: Config) -> Iterator[Problem]:
             "and nothing computed from the reduced one can repair it; "
             "use every_group or every_update, or schedule=native or retain",
         )
-    if config.residency == "resharded":
-        yield problem(
-            "residency",
-            config.residency,
-            "on one process parameters are always whole; use resident (sharding over several processes is to come)",
-        )
+    if config.schedule == "reweight" and config.sync == "every_group" and config.algorithm.advantage.std == "global":
+        text = "with algorithm.advantage.std=global no group is finished before the last; use every_update"
+        yield problem("sync", config.sync, text)
+
+
+def _check_backend(config: Config) -> Iterator[Problem]:
+    backend = config.backend
+    if config.residency == "resharded" and backend == "replicated":
+        text = "with backend=replicated parameters are always whole; use resident, or backend=fsdp2"
+        yield problem("residency", config.residency, text)
+    if config.optimizer.name == "adamw_8bit" and backend != "replicated":
+        text = f"backend={backend} cannot shard its states; use adamw, or backend=replicated"
+        yield problem("optimizer.name", config.optimizer.name, text)
+    if config.shard_ranks is not None and backend != "hsdp":
+        text = f"has no effect with backend={backend}; leave it out, or use backend=hsdp"
+        yield problem("shard_ranks", config.shard_ranks, text)
 
 
 def _check_best_of_n(config: Config) -> Iterator[Problem]:
@@ -189,6 +200,7 @@ CHECKS: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _check_noise,
     _check_samples_per_forward,
     _check_execution,
+    _check_backend,
     _check_best_of_n,
     _check_rewards,
 )

@@ -39,9 +39,11 @@ class Group:
 class Schedule(ABC):
     """One way to obtain the gradient of an update; made anew for every update."""
 
-    def __init__(self, objective: Objective, rule: AdvantageRule, group_size: int, samples_per_forward: int):
+    def __init__(
+        self, objective: Objective, rule: AdvantageRule, generations: tuple[int, ...], samples_per_forward: int
+    ):
         self.objective, self.rule = objective, rule
-        self.group_size, self.samples_per_forward = group_size, samples_per_forward
+        self.generations, self.samples_per_forward = generations, samples_per_forward
         self.statistics = ReplayStatistics()
         self.clamped_samples = 0
 
@@ -77,6 +79,7 @@ class Native(Schedule):
         for group in groups:
             for trajectory in group.trajectories:
                 replay(self.objective, trajectory, group.local(group.advantages_G, trajectory), self.statistics)
+            self.objective.gradients.group_done()
 
 
 class Retain(Schedule):
@@ -97,6 +100,7 @@ class Retain(Schedule):
                 advantages_B = group.local(group.advantages_G, trajectory)
                 for step in trajectory.selected:
                     self._backward(step, advantages_B)
+            self.objective.gradients.group_done()
 
     def _backward(self, step: DenoisingStep, advantages_B: Tensor) -> None:
         assert step.transition is not None
@@ -142,22 +146,26 @@ class Reweight(Schedule):
         """Replay, policy term only, the samples whose advantage is not the one that was `applied` [G] (a clamp)."""
         for group, applied_G in zip(groups, applied, strict=True):
             difference_G = group.advantages_G - applied_G
-            self.clamped_samples += int((difference_G != 0).sum())
             for trajectory in group.trajectories:
                 difference_B = group.local(difference_G, trajectory)
-                if difference_B.any():
+                self.clamped_samples += int(difference_B.count_nonzero())
+                # a forward may be collective: all ranks run it, or none
+                if self.objective.world.any(bool(difference_B.any())):
                     replay(self.objective, trajectory, difference_B, self.statistics, kl=False)
 
 
 class ReweightPerSample(Reweight):
     """One buffer per sample of the group: any advantage, memory grows with the group."""
 
-    def __init__(self, objective: Objective, rule: AdvantageRule, group_size: int, samples_per_forward: int):
-        super().__init__(objective, rule, group_size, samples_per_forward)
-        self.pending = objective.gradients.new_buffer(group_size)
+    def __init__(
+        self, objective: Objective, rule: AdvantageRule, generations: tuple[int, ...], samples_per_forward: int
+    ):
+        super().__init__(objective, rule, generations, samples_per_forward)
+        self.pending = objective.gradients.new_buffer(len(generations))
 
     def _rows(self, generations: tuple[int, ...]) -> Tensor:
-        return self.pending[generations[0] : generations[-1] + 1]
+        first = self.generations.index(generations[0])
+        return self.pending[first : first + len(generations)]
 
     def group_known(self, group: Group) -> None:
         if self.rule.global_std:
@@ -174,9 +182,11 @@ class ReweightPerSample(Reweight):
         for group in groups:
             self._fold(self.objective.gradients.get_total(), group.advantages_G)
             self.pending.zero_()
+            self.objective.gradients.group_done()
 
     def _fold(self, out: Tensor, weights_G: Tensor) -> None:
-        rescale_accumulate_(out, self.pending, (-weights_G / self.objective.normaliser).tolist())
+        local = weights_G[list(self.generations)]
+        rescale_accumulate_(out, self.pending, (-local / self.objective.normaliser).tolist())
 
 
 class ReweightStreaming(Reweight):
@@ -186,8 +196,10 @@ class ReweightStreaming(Reweight):
     give sum (r_q - mean) G_q = S1 - (mean - c) S0. Centring at c keeps float32 as exact as one buffer per sample.
     """
 
-    def __init__(self, objective: Objective, rule: AdvantageRule, group_size: int, samples_per_forward: int):
-        super().__init__(objective, rule, group_size, samples_per_forward)
+    def __init__(
+        self, objective: Objective, rule: AdvantageRule, generations: tuple[int, ...], samples_per_forward: int
+    ):
+        super().__init__(objective, rule, generations, samples_per_forward)
         gradients, terms = objective.gradients, len(rule.weights_K)
         self.pending = gradients.new_buffer(samples_per_forward)
         self.sum_0 = gradients.new_buffer()
@@ -224,6 +236,7 @@ class ReweightStreaming(Reweight):
                 self._fold(self.objective.gradients.get_total(), groups[0].statistics, term, scale)
             self._clear()
         self._add_differences(groups, [self.rule.affine(group.statistics, divisors_K) for group in groups])
+        self.objective.gradients.group_done()
 
     def _fold(self, out: Tensor, statistics: GroupStatistics, term: int, scale: float) -> None:
         if self.centre_K is None:  # no sample of the group had a finite reward
