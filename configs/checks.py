@@ -5,6 +5,7 @@ One key by itself is checked by its type in `leangrpo.configs.schema`.
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from leangrpo.configs.schema import Config
@@ -78,6 +79,13 @@ def check_world_size(config: Config, world_size: int, local_size: int) -> None:
             raise ConfigError(
                 f"shard_ranks={shard}: backend=hsdp needs a multiple of it, at least twice, but there are {world_size} "
                 "ranks; use a smaller shard_ranks, or backend=fsdp2"
+            )
+    if config.schedule == "reweight" and config.buffers == "streaming_sharded":
+        sharing = config.ranks_per_prompt or math.gcd(config.group_size, world_size)
+        if sharing != world_size:
+            raise ConfigError(
+                f"buffers=streaming_sharded: its sums need all {world_size} ranks on one prompt, but {sharing} share "
+                f"one; use a group_size that {world_size} divides, or buffers=streaming"
             )
 
 
@@ -153,6 +161,13 @@ def _check_execution(config: Config) -> Iterator[Problem]:
 
 def _check_backend(config: Config) -> Iterator[Problem]:
     backend = config.backend
+    if config.buffers == "streaming_sharded" and config.schedule == "reweight":
+        if backend not in ("fsdp2", "hsdp"):
+            text = f"backend={backend} keeps no sharded sums; use streaming, or backend=fsdp2"
+            yield problem("buffers", config.buffers, text)
+        if config.samples_per_forward > 1:
+            text = "buffers=streaming_sharded holds the gradient of one sample; use 1, or buffers=streaming"
+            yield problem("samples_per_forward", config.samples_per_forward, text)
     if config.residency == "resharded" and backend == "replicated":
         text = "with backend=replicated parameters are always whole; use resident, or backend=fsdp2"
         yield problem("residency", config.residency, text)
@@ -172,8 +187,8 @@ def _check_best_of_n(config: Config) -> Iterator[Problem]:
     if n % 2 or not 2 <= n <= config.group_size:
         text = f"takes n/2 best and n/2 worst of group_size={config.group_size}"
         yield problem(key, n, f"{text}; use an even number from 2 to {even}, or null")
-    elif config.schedule == "reweight" and config.buffers == "streaming":
-        text = "ranks are not affine in the rewards, which buffers=streaming needs"
+    elif config.schedule == "reweight" and config.buffers != "per_sample":
+        text = "ranks are not affine in the rewards, which running sums need"
         yield problem(key, n, f"{text}; use buffers=per_sample, or null")
 
 

@@ -16,7 +16,7 @@ STRICT = ConfigDict(extra="forbid", strict=True)
 
 Backend = Literal["replicated", "fsdp2", "hsdp"]
 Schedule = Literal["native", "retain", "reweight"]
-Buffers = Literal["per_sample", "streaming"]
+Buffers = Literal["per_sample", "streaming", "streaming_sharded"]
 BufferDtype = Literal["float32", "bfloat16"]
 BufferDevice = Literal["device", "host"]
 Sync = Literal["every_backward", "every_group", "every_update"]
@@ -275,7 +275,7 @@ class Config:
     ] = "reweight"
     buffers: Annotated[
         Buffers,
-        Field(description="reweight: one gradient per sample of the group, or running sums"),
+        Field(description="reweight: one gradient per sample of the group, running sums, or sharded running sums"),
     ] = "streaming"
     buffer_dtype: Annotated[BufferDtype, Field(description="of the local gradient buffers, before the optimizer")] = (
         "float32"

@@ -1,8 +1,9 @@
 """Checkpoints: everything that decides the future of a run, in files that load without running code.
 
-CHECKPOINT/parameters.safetensors: the trainable parameters as float32 masters, and optimizer.pt, or dcp/ with both where
-they are sharded; generators_RANK.pt; state.json: the update index. Noise, selected steps and the order of the prompts
-are functions of (seed, update), so the index is their state; the global generators are saved for rewards that use them.
+CHECKPOINT/parameters.safetensors: the trainable parameters as float32 masters, and optimizer.pt; or dcp/ with both,
+where they are sharded; generators_RANK.pt; state.json: the update index. Noise, selected steps and the order of the
+prompts are functions of (seed, update), so the index is their state; the global generators are saved for rewards that
+use them.
 """
 
 import json
@@ -15,9 +16,11 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 
 from leangrpo.engine.distributed import World
 
@@ -88,10 +91,13 @@ def load_parameters(checkpoint: Path) -> dict[str, Tensor]:
 
 def _load_sharded(directory: Path) -> dict[str, Tensor]:
     """All model tensors of a distributed checkpoint, on one process."""
-    metadata = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
-    sizes = {key: value.size for key, value in metadata.items() if key.startswith("model.")}
-    state = {key: torch.empty(size) for key, size in sizes.items()}
-    dcp.load(state, checkpoint_id=directory, no_dist=True)
+    metadata = FileSystemReader(directory).read_metadata().state_dict_metadata
+    state: dict[str, Any] = {
+        key: torch.empty(value.size)
+        for key, value in metadata.items()
+        if key.startswith("model.") and isinstance(value, TensorStorageMetadata)
+    }
+    load_distributed(state, checkpoint_id=directory, no_dist=True)
     return {key.removeprefix("model."): value for key, value in state.items()}
 
 

@@ -87,7 +87,7 @@ def joined(world: World, device: torch.device, *, always: bool, timeout_seconds:
         defaults = {"MASTER_ADDR": "127.0.0.1", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
         for name, value in defaults.items():
             os.environ.setdefault(name, value)
-        store = dist.HashStore()
+        store = dist.HashStore()  # type: ignore[attr-defined]
     else:
         store = None
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"

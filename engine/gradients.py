@@ -34,6 +34,7 @@ class Gradients:
         dtype: torch.dtype,
         device: torch.device,
         per_sample_batch: int = 1,
+        sums_are_reduced: bool = False,
     ):
         self.parameters = backend.parameters
         if not self.parameters:
@@ -42,6 +43,7 @@ class Gradients:
         ends = list(itertools.accumulate(full_shape(p).numel() for p in self.parameters))
         self.slices = [slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
         self.numel = ends[-1]
+        self.sums_are_reduced = sums_are_reduced
         self.total: Tensor | None = None
         self.numerators: dict[int, Tensor] = {}
         self._capture = PerSampleCapture(module) if per_sample_batch > 1 else None
@@ -121,6 +123,8 @@ class Gradients:
     def reduce(self) -> None:
         """Hand `total` to the backend: the collective, also where this rank has nothing to add."""
         assert not self.numerators, "numerators wait for their divisor"
+        if self.total is None and self.sums_are_reduced:
+            return
         total, self.total = self.get_total(), None
         self.backend.reduce(total)
 

@@ -70,7 +70,7 @@ class PromptGroup:
         """Every process must take part in making every group."""
         if self.size == self.world.size:
             return None
-        groups = [
+        groups: list[dist.ProcessGroup] = [
             dist.new_group(list(range(first, first + self.size))) for first in range(0, self.world.size, self.size)
         ]
         return groups[index]

@@ -55,7 +55,7 @@ class Objective:
     normaliser: float
     """selected steps x trained samples per group x prompts per update; the same under every schedule"""
     unselected_stochastic: bool
-    world: World = World()
+    world: World
 
     def reference_mean(self, step: DenoisingStep) -> Tensor:
         """Mean of the frozen base policy at a stored step."""

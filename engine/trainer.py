@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from leangrpo.configs.checks import ConfigError, check_config
+from leangrpo.configs.checks import ConfigError, check_config, check_world_size
 from leangrpo.configs.schema import Config
 from leangrpo.engine.advantages import AdvantageRule, GroupStatistics
 from leangrpo.engine.algorithms.flow_grpo import FlowGRPO
@@ -17,8 +17,9 @@ from leangrpo.engine.policies.base import DTYPES, PolicyAdapter
 from leangrpo.engine.policies.digits import DigitsPolicy
 from leangrpo.engine.prompt_group import PromptGroup
 from leangrpo.engine.replay import Objective, ReplayStatistics, replay
-from leangrpo.engine.rewards import Rewards
-from leangrpo.engine.schedules import Group, Schedule, schedule_type
+from leangrpo.engine.rewards import RewardError, Rewards
+from leangrpo.engine.reweight import schedule_type
+from leangrpo.engine.schedules import Group, Schedule
 from leangrpo.engine.sharding import make_backend
 from leangrpo.engine.types import StepMetrics
 from leangrpo.planners.types import Candidate
@@ -45,9 +46,10 @@ class Engine:
     """
 
     def __init__(self, config: Config, policy: PolicyAdapter, rewards: Rewards, world: World | None = None):
-        check_config(config)
         self.config, self.policy, self.rewards = config, policy, rewards
         self.world = world or World()
+        check_config(config)
+        check_world_size(config, self.world.size, self.world.local_size)
         self.candidate = Candidate.from_config(config)
         self.update = 0
         self.group = PromptGroup(
@@ -67,6 +69,7 @@ class Engine:
             dtype=DTYPES[config.buffer_dtype],
             device=policy.device if config.buffer_device == "device" else torch.device("cpu"),
             per_sample_batch=config.samples_per_forward if config.schedule == "reweight" else 1,
+            sums_are_reduced=config.schedule == "reweight" and config.buffers == "streaming_sharded",
         )
         trained = config.algorithm.advantage.best_of_n or config.group_size
         self.objective = Objective(
@@ -105,6 +108,11 @@ class Engine:
             selected = self.algorithm.select(len(self.policy.timesteps), self._generator("selected steps"))
             self.backend.begin_update()
             rollout = self._on_policy_gradient(prompts, selected)
+            if not rollout.terms_PGK.isfinite().any():
+                raise RewardError(
+                    f"none of the {rollout.terms_PGK.shape[:2].numel()} samples has a finite reward; see the log for the "
+                    f"error of {', '.join(self.rewards.names)}"
+                )
             self.gradients.update_done()
             grad_norm = self.backend.step()
             off_policy = ReplayStatistics()

@@ -19,7 +19,7 @@ def free_port() -> int:
 
 
 def run_ranks(size: int, function: Callable[..., Any], *args: Any, folder: Path) -> list[Any]:
-    """`function(world, *args)` on ranks 0 to size - 1; their return values in order. An error on a rank is raised here."""
+    """`function(world, *args)` on ranks 0 to size - 1; their return values in order. A rank's error is raised here."""
     mp.spawn(_rank, (size, free_port(), function, args, folder), nprocs=size)
     return [torch.load(folder / f"result_{rank}.pt", weights_only=False) for rank in range(size)]
 

@@ -64,6 +64,7 @@ def train(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, arguments.overrides)
     # torch and diffusers take seconds to import: wrong input is reported before
     from leangrpo.engine.distributed import World, joined
+    from leangrpo.engine.rewards import RewardError
     from leangrpo.engine.run import Run
     from leangrpo.engine.trainer import choose_device
 
@@ -78,12 +79,12 @@ def train(arguments: argparse.Namespace) -> int:
             directory = run.train()
         except KeyboardInterrupt:
             print(
-                f"interrupted after update {run.engine.update}; continue from the last checkpoint with the same command "
-                "and resume=true",
+                f"interrupted after update {run.engine.update}; continue from the last checkpoint with the same "
+                "command and resume=true",
                 file=sys.stderr,
             )
             return INTERRUPTED
-        except FloatingPointError as error:  # a log-probability or gradient that is not finite; the message says where
+        except (FloatingPointError, RewardError) as error:  # not finite, or never scored; the message says what
             print(f"error: update {run.engine.update + 1}: {error}", file=sys.stderr)
             return FAILED
     if world.is_main:

@@ -21,6 +21,10 @@ REWARDS: dict[str, RewardFunction] = {
 }
 
 
+class RewardError(RuntimeError):
+    """Not a single sample of an update has a finite reward; the parameters were left as they are."""
+
+
 class Rewards:
     """K reward terms as one function, with their weights."""
 
@@ -35,7 +39,7 @@ class Rewards:
         return cls([(config.name, REWARDS[config.name], config.weight) for config in configs])
 
     def or_nan(self, images: Tensor, prompts: list[str]) -> Tensor:
-        """As a call, but a function that fails gives NaN: the samples are dropped and the other ranks are not left waiting."""
+        """As a call, but where a function fails NaN: the samples are dropped, and no rank waits for this one."""
         try:
             return self(images, prompts)
         except Exception:

@@ -20,7 +20,10 @@ class NonFiniteGradientError(FloatingPointError):
 
 
 class ShardingBackend(ABC):
-    """Owns parameters, optimizer and their distribution. All methods but the properties are collective."""
+    """Owns parameters, optimizer and their distribution. All methods but the properties are collective.
+
+    Backends are made from (policy, config, world); the policy comes in float32 and on its device.
+    """
 
     parameters: list[nn.Parameter]
     """the trainable parameters on which autograd accumulates, in the order of the flat gradient"""
@@ -63,6 +66,18 @@ class ShardingBackend(ABC):
     @abstractmethod
     def drift(self) -> str:
         """Name of a parameter of which ranks that should agree hold different values; empty if there is none."""
+
+
+class ShardedSums(ABC):
+    """A backend that can reduce a gradient now and use its own part of the result later."""
+
+    @abstractmethod
+    def reduce_scatter(self, flat: Tensor) -> list[Tensor]:
+        """This rank's part of the sum of `flat` [N] over the ranks, one tensor per parameter group. Collective."""
+
+    @abstractmethod
+    def add_gradients(self, shards: list[Tensor]) -> None:
+        """Add parts as `reduce_scatter` returns them to what `step` will use; an empty list adds nothing."""
 
 
 def first_difference(names: Iterable[str], values: Iterable[Tensor], group: dist.ProcessGroup | None) -> str:

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
+from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -23,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from leangrpo.configs.schema import Config
 from leangrpo.engine.distributed import World, reduce_scatter_sum
 from leangrpo.engine.policies.base import DTYPES, PolicyAdapter
-from leangrpo.engine.sharding.base import NonFiniteGradientError, ShardingBackend, first_difference
+from leangrpo.engine.sharding.base import NonFiniteGradientError, ShardedSums, ShardingBackend, first_difference
 from leangrpo.engine.sharding.replicated import make_optimizer, refuse_other_parameters
 
 IN_FLIGHT = 2
@@ -84,7 +85,7 @@ class ParameterGroup:
             )
 
 
-class FSDP2(ShardingBackend):
+class FSDP2(ShardingBackend, ShardedSums):
     """One shard of everything per rank; with `backend=hsdp` copies of the shards, one per group of `shard_ranks`."""
 
     def __init__(self, policy: PolicyAdapter, config: Config, world: World):
@@ -92,7 +93,7 @@ class FSDP2(ShardingBackend):
         self.resident = config.residency == "resident"
         self.mesh = make_mesh(policy.device.type, config, world)
         self._shard(policy, config)
-        self.modules = [m for root in (policy.module, policy.base) if root for m in root.modules() if is_sharded(m)]
+        self.modules = [m for root in (policy.module, policy.base) if root for m in sharded_modules(root)]
         self.module = policy.module
         named = {name: p for name, p in policy.module.named_parameters() if p.requires_grad}
         self.names = {id(p): name for name, p in named.items()}
@@ -125,10 +126,9 @@ class FSDP2(ShardingBackend):
                 continue
             for block in policy.blocks if root is policy.module else policy.base_blocks:
                 fully_shard(block, **settings)
-            sharded_root = fully_shard(root, **settings)
-            for module in sharded_root.modules():
-                if is_sharded(module):
-                    module.set_reshard_after_backward(not self.resident)
+            fully_shard(root, **settings)
+            for module in sharded_modules(root):
+                module.set_reshard_after_backward(not self.resident)
 
     def begin_update(self) -> None:
         """Gather everything once, if it may stay."""
@@ -136,29 +136,36 @@ class FSDP2(ShardingBackend):
             for module in self.modules:
                 module.unshard()
 
-    @torch.no_grad()
     def reduce(self, total: Tensor) -> None:
-        waiting: deque[tuple[ParameterGroup, Tensor, Tensor, dist.Work]] = deque()
+        self.add_gradients(self.reduce_scatter(total))
+
+    @torch.no_grad()
+    def reduce_scatter(self, flat: Tensor) -> list[Tensor]:
+        waiting: deque[tuple[Tensor, Tensor, dist.Work]] = deque()
+        parts: list[Tensor] = []
         start = 0
-        shard_dim = self.mesh.ndim - 1
         for group in self.groups:
             size = sum(p.numel() for p in group.sharded)
-            packed = group.pack(total[start : start + size].to(group.sharded[0].device))
+            packed = group.pack(flat[start : start + size].to(group.sharded[0].device))
             start += size
             received = packed.new_empty(group.width)
-            # packed must outlive the collective
-            work = reduce_scatter_sum(received, packed, self.mesh.get_group(shard_dim))
-            waiting.append((group, received, packed, work))
+            work = reduce_scatter_sum(received, packed, self.mesh.get_group(self.mesh.ndim - 1))
+            waiting.append((received, packed, work))  # packed must outlive the collective
             if len(waiting) == IN_FLIGHT:
-                self._receive(*waiting.popleft())
-        while waiting:
-            self._receive(*waiting.popleft())
+                parts.append(self._receive(*waiting.popleft()))
+        parts += [self._receive(*waiting.popleft()) for _ in range(len(waiting))]
+        return parts
 
-    def _receive(self, group: ParameterGroup, received: Tensor, packed: Tensor, work: dist.Work) -> None:
+    def _receive(self, received: Tensor, packed: Tensor, work: dist.Work) -> Tensor:
         work.wait()
         if self.mesh.ndim == 2:
             dist.all_reduce(received, group=self.mesh.get_group(0))
-        group.add_gradients(received)
+        return received
+
+    @torch.no_grad()
+    def add_gradients(self, shards: list[Tensor]) -> None:
+        for group, received in zip(self.groups, shards, strict=True) if shards else ():
+            group.add_gradients(received)
 
     @torch.no_grad()
     def step(self) -> float:
@@ -191,11 +198,11 @@ class FSDP2(ShardingBackend):
                 parameter.to_local().copy_(rows[rank])
 
     def save(self, directory: Path) -> None:
-        dcp.save(self._state(), checkpoint_id=directory / "dcp")
+        save_distributed(self._state(), checkpoint_id=directory / "dcp")
 
     def load(self, directory: Path) -> None:
         state = self._state()
-        dcp.load(state, checkpoint_id=directory / "dcp")
+        load_distributed(state, checkpoint_id=directory / "dcp")
         set_state_dict(
             self.module,
             self.optimizer,
@@ -223,12 +230,12 @@ class FSDP2(ShardingBackend):
             yield from group.sharded
 
 
-def is_sharded(module: nn.Module) -> bool:
-    """Whether `fully_shard` was called on this module itself."""
-    return isinstance(module, FSDPModule)
+def sharded_modules(root: nn.Module) -> list[FSDPModule]:
+    """The modules on which `fully_shard` was called, parents first."""
+    return [module for module in root.modules() if isinstance(module, FSDPModule)]
 
 
-def trainable_groups(modules: list[Any]) -> Iterator[tuple[list[DTensor], list[nn.Parameter]]]:
+def trainable_groups(modules: list[FSDPModule]) -> Iterator[tuple[list[DTensor], list[nn.Parameter]]]:
     """Per FSDP module with trainable parameters: the sharded ones, and the unsharded ones that stand in for them.
 
     FSDP2 makes the unsharded parameters once and keeps them; a test pins that.
@@ -236,12 +243,13 @@ def trainable_groups(modules: list[Any]) -> Iterator[tuple[list[DTensor], list[n
     taken: set[int] = set()
     for module in reversed(modules):  # children before parents: each parameter belongs to the innermost
         module.reshard()
+        assert isinstance(module, nn.Module)
         own = {name: p for name, p in module.named_parameters() if p.requires_grad and id(p) not in taken}
         taken.update(id(p) for p in own.values())
         if own:
             module.unshard()
             whole = dict(module.named_parameters())
-            yield list(own.values()), [whole[name] for name in own]  # type: ignore[misc]
+            yield [p for p in own.values() if isinstance(p, DTensor)], [whole[name] for name in own]
             module.reshard()
 
 
