@@ -142,11 +142,13 @@ class Reweight(Schedule):
 
     def _add_differences(self, groups: Sequence[Group], applied: Sequence[Tensor]) -> None:
         """Replay, policy term only, the samples whose advantage is not the one that was `applied` [G] (a clamp)."""
-        for group, applied_G in zip(groups, applied, strict=True):
-            difference_G = group.advantages_G - applied_G
+        differences = [group.advantages_G - applied_G for group, applied_G in zip(groups, applied, strict=True)]
+        # a forward may be collective: all ranks run it, or none
+        if not self.objective.world.any(any(bool(difference_G.any()) for difference_G in differences)):
+            return
+        for group, difference_G in zip(groups, differences, strict=True):
             for trajectory in group.trajectories:
                 difference_B = group.local(difference_G, trajectory)
                 self.clamped_samples += int(difference_B.count_nonzero())
-                # a forward may be collective: all ranks run it, or none
                 if self.objective.world.any(bool(difference_B.any())):
                     replay(self.objective, trajectory, difference_B, self.statistics, kl=False)

@@ -110,8 +110,8 @@ class Engine:
             rollout = self._on_policy_gradient(prompts, selected)
             if not rollout.terms_PGK.isfinite().any():
                 raise RewardError(
-                    f"none of the {rollout.terms_PGK.shape[:2].numel()} samples has a finite reward; see the log for the "
-                    f"error of {', '.join(self.rewards.names)}"
+                    f"none of the {rollout.terms_PGK.shape[:2].numel()} samples has a finite reward "
+                    f"({', '.join(self.rewards.names)}); an error of a reward function stands in the log"
                 )
             self.gradients.update_done()
             grad_norm = self.backend.step()

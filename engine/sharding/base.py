@@ -27,6 +27,10 @@ class ShardingBackend(ABC):
 
     parameters: list[nn.Parameter]
     """the trainable parameters on which autograd accumulates, in the order of the flat gradient"""
+    parameter_groups: int
+    """units in which parameters are gathered"""
+    trainable_parameter_groups: int
+    """units in which gradients are reduced"""
     uses_accumulation = True
     """False: gradients must be caught before autograd accumulates them (DeepSpeed's own hooks sit there)"""
 

@@ -106,6 +106,7 @@ class FSDP2(ShardingBackend, ShardedSums):
         trainable: list[Tensor] = [p for group in self.groups for p in group.sharded]
         self.optimizer = make_optimizer(config.optimizer, trainable)
         self.trainable = trainable
+        self.parameter_groups, self.trainable_parameter_groups = len(self.modules), len(self.groups)
 
     def _shard(self, policy: PolicyAdapter, config: Config) -> None:
         dtype = DTYPES[config.precision]

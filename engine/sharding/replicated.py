@@ -45,6 +45,7 @@ class Replicated(ShardingBackend):
         if self.has_copies:
             self.masters = [p.detach().clone() for p in self.parameters]
             policy.to(dtype=dtype)
+        self.parameter_groups = self.trainable_parameter_groups = 1
         self.gradient: Tensor | None = None
         self.optimizer = make_optimizer(config.optimizer, self.masters)
 
