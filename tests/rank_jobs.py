@@ -77,17 +77,23 @@ def stale_weights(world: World, case: dict[str, Any]) -> list[float]:
     return differences
 
 
-def resume(
-    world: World, case: dict[str, Any], folder: Path, updates_before: int, updates_after: int
-) -> dict[str, Tensor]:
-    """Load what is in `folder`, if anything, train, and save there."""
+def run_and_save(world: World, case: dict[str, Any], folder: Path) -> dict[str, Tensor]:
+    """Four updates, with a checkpoint after two."""
     engine = small_engine(small_config(**case), world=world)
-    if updates_before:
-        engine.backend.load(folder)
-        engine.update = updates_before
-    for _ in range(updates_after):
+    for update in range(4):
         engine.train_step(PROMPTS)
-    engine.backend.save(folder)
+        if update == 1:
+            engine.backend.save(folder)
+    return {name: p.clone() for name, p in engine.backend.full_parameters().items()}
+
+
+def resume(world: World, case: dict[str, Any], folder: Path) -> dict[str, Tensor]:
+    """The last two of them, from the checkpoint."""
+    engine = small_engine(small_config(**case), world=world)
+    engine.backend.load(folder)
+    engine.update = 2
+    for _ in range(2):
+        engine.train_step(PROMPTS)
     return {name: p.clone() for name, p in engine.backend.full_parameters().items()}
 
 

@@ -185,25 +185,17 @@ def test_the_forward_after_a_step_uses_the_new_weights(residency: str, tmp_path:
         assert max(differences) < 1e-6
 
 
-def test_resume_to_the_bit_and_on_another_number_of_ranks(tmp_path: Path) -> None:
-    for name, variant in (("full", {}), ("lora", LORA)):
-        case = GEOMETRY | variant | {"backend": "fsdp2"}
-        saved, results = tmp_path / name, tmp_path / f"{name}_results"
-        saved.mkdir()
-        results.mkdir()
-        whole = run_ranks(2, rank_jobs.resume, case, results, 0, 4, folder=results)[0]
-        run_ranks(2, rank_jobs.resume, case, saved, 0, 2, folder=results)
-        one_rank = run_ranks(1, rank_jobs.resume, case, copy_of(saved), 2, 2, folder=results)[0]
-        resumed = run_ranks(2, rank_jobs.resume, case, saved, 2, 2, folder=results)[0]
-        assert all(torch.equal(whole[key], resumed[key]) for key in whole)
-        start = small_engine(small_config(**on_one_process(case))).backend.full_parameters()
-        assert distance(one_rank, whole) < 1e-4 * distance(start, whole)
-
-
-def copy_of(folder: Path) -> Path:
-    import shutil
-
-    return Path(shutil.copytree(folder, folder.with_name(f"{folder.name}_copy")))
+@pytest.mark.parametrize("weights", ["lora", pytest.param("full", marks=pytest.mark.slow)])
+def test_resume_to_the_bit_and_on_another_number_of_ranks(weights: str, tmp_path: Path) -> None:
+    case = GEOMETRY | {"backend": "fsdp2", "policy": {"weights": weights}}
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    whole = run_ranks(2, rank_jobs.run_and_save, case, saved, folder=tmp_path)[0]
+    resumed = run_ranks(2, rank_jobs.resume, case, saved, folder=tmp_path)[0]
+    assert all(torch.equal(whole[key], resumed[key]) for key in whole)
+    one_rank = run_ranks(1, rank_jobs.resume, case, saved, folder=tmp_path)[0]
+    start = small_engine(small_config(**on_one_process(case))).backend.full_parameters()
+    assert distance(one_rank, whole) < 1e-4 * distance(start, whole)
 
 
 def test_ranks_that_drift_apart_are_found(tmp_path: Path) -> None:
