@@ -5,6 +5,8 @@ generic as ``kernels`` and ``tools`` must not enter site-packages: a Hugging Fac
 ``kernels`` too.
 """
 
+from pathlib import Path
+
 from setuptools import find_namespace_packages, setup
 
 FOLDERS = ("configs", "engine", "kernels", "planners", "tools")
@@ -49,6 +51,8 @@ setup(
     name="leangrpo",
     version="0.1.0",
     description="Diffusion reinforcement learning without the second forward pass",
+    long_description=Path("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.11",
     package_dir={f"leangrpo.{folder}": folder for folder in FOLDERS},

@@ -3,6 +3,7 @@
 from leangrpo.configs.checks import ConfigError
 from leangrpo.configs.loader import load_config
 from leangrpo.engine.policies.base import FlowMatchingPolicy, PolicyAdapter, sample_trajectory
+from leangrpo.engine.policies.digits import DigitsPolicy
 from leangrpo.engine.rewards import Rewards
 from leangrpo.engine.run import Run
 from leangrpo.engine.trainer import Engine
@@ -11,6 +12,7 @@ from leangrpo.engine.types import DenoisingStep, Gaussian, StepMetrics, Timestep
 __all__ = [
     "ConfigError",
     "DenoisingStep",
+    "DigitsPolicy",
     "Engine",
     "FlowMatchingPolicy",
     "Gaussian",

@@ -57,30 +57,35 @@ Series = Mapping[str, Sequence[Mapping[str, Any]]]
 """name of a run -> its lines of metrics.jsonl or evaluations.jsonl"""
 
 
+STYLES = {"accuracy": "-", "judge_accuracy": "--", "diversity": ":"}
+
+
 def save_curves(updates: Series, evaluations: Series, path: Path, title: str) -> None:
-    """Reward of every update on the left, what the evaluations say on the right. Several runs share the axes."""
+    """Reward of every update on the left, what the evaluations say on the right.
+
+    Several runs share the axes; earlier ones are drawn wider, so that curves which coincide are still seen.
+    """
     import matplotlib  # slow to import; the backend must be set before pyplot
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
-    for name, lines in updates.items():
+    widths = [1.3 + 2.5 * behind for behind in reversed(range(len(updates)))]
+    for (name, lines), width in zip(updates.items(), widths, strict=True):
         rewards = np.array([np.nan if line["reward_mean"] is None else line["reward_mean"] for line in lines])
-        left.plot([line["update"] for line in lines], rewards, label=name, linewidth=1.3)
+        left.plot([line["update"] for line in lines], rewards, label=name, linewidth=width)
     left.set(xlabel="update", ylabel="mean reward of the rollouts", title="training")
-    styles = {"accuracy": "-", "judge_accuracy": "--", "diversity": ":"}
-    for index, (name, lines) in enumerate(evaluations.items()):
-        for metric, style in styles.items():
-            if lines and metric in lines[0]:
-                label = f"{name} {metric}" if len(evaluations) > 1 else metric
-                x, y = [line["update"] for line in lines], [line[metric] for line in lines]
-                right.plot(x, y, style, color=f"C{index}", label=label, marker=".", linewidth=1.3)
+    for index, (lines, width) in enumerate(zip(evaluations.values(), widths, strict=True)):
+        for metric in STYLES.keys() & (lines[0].keys() if lines else set()):
+            x, y = [line["update"] for line in lines], [line[metric] for line in lines]
+            right.plot(x, y, STYLES[metric], color=f"C{index}", linewidth=width)
+    for metric, style in STYLES.items():
+        right.plot([], [], style, color="0.3", label=metric)
     right.set(xlabel="update", title="evaluation (no noise, latents never trained on)", ylim=(0, 1.02))
     for axes in (left, right):
         axes.grid(alpha=0.3)
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend(fontsize=8)
+        axes.legend(fontsize=8)
     figure.suptitle(title)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}")

@@ -33,8 +33,13 @@ def advantages_by_hand(rewards: np.ndarray, engine: Engine) -> np.ndarray:
     return np.clip(result, -rule.clamp, rule.clamp)
 
 
-def reference_gradient(engine: Engine, groups: list[Group], advantages: np.ndarray) -> Tensor:
-    """Flat float64 gradient of the on-policy loss with `advantages` [P, M], trainable parameters in their order."""
+def reference_gradient(
+    engine: Engine, groups: list[Group], advantages: np.ndarray, *, off_policy: bool = False
+) -> Tensor:
+    """Flat float64 gradient of the loss with `advantages` [P, M], trainable parameters in their order.
+
+    On-policy it is that of -A log_prob; `off_policy`, of max(-A rho, -A clip(rho)) against the stored log_prob.
+    """
     config = engine.config
     policy = small_policy(config)
     policy.module.load_state_dict(engine.policy.module.state_dict())
@@ -58,7 +63,15 @@ def reference_gradient(engine: Engine, groups: list[Group], advantages: np.ndarr
                     else:
                         quadratic = (x_next - mean).square() / (2 * std**2)
                         log_prob = (-quadratic - math.log(std) - 0.5 * math.log(2 * math.pi)).mean()
-                    loss = loss - float(advantages[p, generation]) * log_prob
+                    advantage = float(advantages[p, generation])
+                    if off_policy:
+                        ratio = torch.exp(log_prob - step.log_prob_B[row].double())
+                        epsilon = config.algorithm.clip_range
+                        clipped = min(max(float(ratio), 1 - epsilon), 1 + epsilon)
+                        if -advantage * float(ratio) >= -advantage * clipped:  # else the clip is active: no gradient
+                            loss = loss - advantage * ratio
+                    else:
+                        loss = loss - advantage * log_prob
                     if config.algorithm.beta > 0:
                         with torch.no_grad(), policy.reference():
                             base_mean, _ = gaussian(policy, x, sigma, d, (tokens, pooled), config)

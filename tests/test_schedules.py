@@ -10,6 +10,7 @@ from reference import advantages_by_hand, reference_gradient
 from small import PROMPTS, brightness, small_config, small_engine
 from torch import Tensor
 
+from leangrpo.engine.replay import ReplayStatistics
 from leangrpo.engine.schedules import Group
 from leangrpo.engine.trainer import Engine, Rollout
 
@@ -163,6 +164,21 @@ def test_retain_is_native_to_the_bit(workload: str, precision: str, updates_per_
         assert torch.equal(p, q), name
         moved = moved or not torch.equal(p, start[name])
     assert moved
+
+
+@pytest.mark.parametrize(("workload", "clip_range"), [("full", 2e-3), ("kl, lora", 2e-4)])
+def test_off_policy_gradient_equals_the_float64_reference(workload: str, clip_range: float) -> None:
+    """The second update of a rollout: ratio and clip, at parameters that the first has moved."""
+    clip = {"clip_range": clip_range} | WORKLOADS[workload].get("algorithm", {})
+    engine = engine_for(WORKLOADS[workload] | {"algorithm": clip}, EXECUTIONS["streaming"])
+    rollout = roll_out(engine)
+    engine.backend.step(engine.gradients.take_total())
+    statistics = ReplayStatistics()
+    engine._off_policy_gradient(rollout.groups, statistics)
+    assert 0.1 < statistics.clipped / statistics.ratios < 0.9
+    advantages = advantages_by_hand(rewards_of(engine, rollout), engine)
+    reference = reference_gradient(engine, rollout.groups, advantages, off_policy=True)
+    assert relative_error(engine.gradients.get_total(), reference) < 1e-5
 
 
 @pytest.mark.parametrize("execution", ["per_sample", "streaming"])
