@@ -172,7 +172,8 @@ def test_off_policy_gradient_equals_the_float64_reference(workload: str, clip_ra
     clip = {"clip_range": clip_range} | WORKLOADS[workload].get("algorithm", {})
     engine = engine_for(WORKLOADS[workload] | {"algorithm": clip}, EXECUTIONS["streaming"])
     rollout = roll_out(engine)
-    engine.backend.step(engine.gradients.take_total())
+    engine.gradients.update_done()
+    engine.backend.step()
     statistics = ReplayStatistics()
     engine._off_policy_gradient(rollout.groups, statistics)
     assert 0.1 < statistics.clipped / statistics.ratios < 0.9
