@@ -61,16 +61,10 @@ def roll_out(engine: Engine) -> Rollout:
     return engine._on_policy_gradient(PROMPTS[: engine.config.prompts_per_update], selected)
 
 
-def rewards_of(engine: Engine, rollout: Rollout) -> np.ndarray:
-    """[P, M, K]"""
-    shape = (engine.config.prompts_per_update, engine.config.group_size, len(engine.rewards.names))
-    return rollout.rewards.view(shape).numpy()
-
-
 def on_policy(engine: Engine) -> tuple[Tensor, list[Group], np.ndarray]:
     """The flat gradient of one update without its optimizer step, the groups, and rewards [P, M, K]."""
     rollout = roll_out(engine)
-    return engine.gradients.get_total(), rollout.groups, rewards_of(engine, rollout)
+    return engine.gradients.get_total(), rollout.groups, rollout.rewards_PGK.numpy()
 
 
 def engine_for(workload: dict[str, Any], execution: dict[str, Any], *functions: Any, seed: int = 0) -> Engine:
@@ -91,7 +85,7 @@ def relative_error(gradient: Tensor, reference: Tensor) -> float:
 def test_gradient_equals_the_float64_reference(workload: str, execution: str) -> None:
     engine = engine_for(WORKLOADS[workload], EXECUTIONS[execution])
     rollout = roll_out(engine)
-    gradient, advantages = engine.gradients.get_total(), advantages_by_hand(rewards_of(engine, rollout), engine)
+    gradient, advantages = engine.gradients.get_total(), advantages_by_hand(rollout.rewards_PGK.numpy(), engine)
     assert relative_error(gradient, reference_gradient(engine, rollout.groups, advantages)) < 1e-6
     if "clamp" in WORKLOADS[workload].get("advantage", {}):
         assert np.isclose(np.abs(advantages), engine.config.algorithm.advantage.clamp).any()
@@ -177,7 +171,7 @@ def test_off_policy_gradient_equals_the_float64_reference(workload: str, clip_ra
     statistics = ReplayStatistics()
     engine._off_policy_gradient(rollout.groups, statistics)
     assert 0.1 < statistics.clipped / statistics.ratios < 0.9
-    advantages = advantages_by_hand(rewards_of(engine, rollout), engine)
+    advantages = advantages_by_hand(rollout.rewards_PGK.numpy(), engine)
     reference = reference_gradient(engine, rollout.groups, advantages, off_policy=True)
     assert relative_error(engine.gradients.get_total(), reference) < 1e-5
 
