@@ -5,6 +5,7 @@ One key by itself is checked by its type in `leangrpo.configs.schema`.
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from leangrpo.configs.schema import Config
@@ -70,14 +71,22 @@ def find_problems(config: Config, given: Collection[str] = ()) -> list[Problem]:
     return found + list(_check_given(config, given))
 
 
-def check_world_size(config: Config, world_size: int) -> None:
-    """Raises ConfigError for more than the one process that this version trains on."""
-    if world_size > 1:
-        raise ConfigError(
-            f"world_size={world_size} (environment): this version trains on one process, backends "
-            "for several are to come; start it without torchrun or deepspeed: "
-            f"leangrpo train CONFIG out_dir={config.out_dir}"
-        )
+def check_world_size(config: Config, world_size: int, local_size: int) -> None:
+    """Raises ConfigError if that many processes, `local_size` of them on this node, cannot share the run."""
+    if config.backend == "hsdp":
+        shard = config.shard_ranks or local_size
+        if world_size % shard or world_size == shard:
+            raise ConfigError(
+                f"shard_ranks={shard}: backend=hsdp needs a multiple of it, at least twice, but there are {world_size} "
+                "ranks; use a smaller shard_ranks, or backend=fsdp2"
+            )
+    if config.schedule == "reweight" and config.buffers == "streaming_sharded":
+        sharing = config.ranks_per_prompt or math.gcd(config.group_size, world_size)
+        if sharing != world_size:
+            raise ConfigError(
+                f"buffers=streaming_sharded: its sums need all {world_size} ranks on one prompt, but {sharing} share "
+                f"one; use a group_size that {world_size} divides, or buffers=streaming"
+            )
 
 
 def resume_differences(old: Config, new: Config) -> list[tuple[str, object, object]]:
@@ -145,12 +154,29 @@ def _check_execution(config: Config) -> Iterator[Problem]:
             "and nothing computed from the reduced one can repair it; "
             "use every_group or every_update, or schedule=native or retain",
         )
-    if config.residency == "resharded":
-        yield problem(
-            "residency",
-            config.residency,
-            "on one process parameters are always whole; use resident (sharding over several processes is to come)",
-        )
+    if config.schedule == "reweight" and config.sync == "every_group" and config.algorithm.advantage.std == "global":
+        text = "with algorithm.advantage.std=global no group is finished before the last; use every_update"
+        yield problem("sync", config.sync, text)
+
+
+def _check_backend(config: Config) -> Iterator[Problem]:
+    backend = config.backend
+    if config.buffers == "streaming_sharded" and config.schedule == "reweight":
+        if backend not in ("fsdp2", "hsdp"):
+            text = f"backend={backend} keeps no sharded sums; use streaming, or backend=fsdp2"
+            yield problem("buffers", config.buffers, text)
+        if config.samples_per_forward > 1:
+            text = "buffers=streaming_sharded holds the gradient of one sample; use 1, or buffers=streaming"
+            yield problem("samples_per_forward", config.samples_per_forward, text)
+    if config.residency == "resharded" and backend == "replicated":
+        text = "with backend=replicated parameters are always whole; use resident, or backend=fsdp2"
+        yield problem("residency", config.residency, text)
+    if config.optimizer.name == "adamw_8bit" and backend != "replicated":
+        text = f"backend={backend} cannot shard its states; use adamw, or backend=replicated"
+        yield problem("optimizer.name", config.optimizer.name, text)
+    if config.shard_ranks is not None and backend != "hsdp":
+        text = f"has no effect with backend={backend}; leave it out, or use backend=hsdp"
+        yield problem("shard_ranks", config.shard_ranks, text)
 
 
 def _check_best_of_n(config: Config) -> Iterator[Problem]:
@@ -161,8 +187,8 @@ def _check_best_of_n(config: Config) -> Iterator[Problem]:
     if n % 2 or not 2 <= n <= config.group_size:
         text = f"takes n/2 best and n/2 worst of group_size={config.group_size}"
         yield problem(key, n, f"{text}; use an even number from 2 to {even}, or null")
-    elif config.schedule == "reweight" and config.buffers == "streaming":
-        text = "ranks are not affine in the rewards, which buffers=streaming needs"
+    elif config.schedule == "reweight" and config.buffers != "per_sample":
+        text = "ranks are not affine in the rewards, which running sums need"
         yield problem(key, n, f"{text}; use buffers=per_sample, or null")
 
 
@@ -189,6 +215,7 @@ CHECKS: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _check_noise,
     _check_samples_per_forward,
     _check_execution,
+    _check_backend,
     _check_best_of_n,
     _check_rewards,
 )

@@ -14,8 +14,9 @@ from pydantic.dataclasses import dataclass
 
 STRICT = ConfigDict(extra="forbid", strict=True)
 
+Backend = Literal["replicated", "fsdp2", "hsdp"]
 Schedule = Literal["native", "retain", "reweight"]
-Buffers = Literal["per_sample", "streaming"]
+Buffers = Literal["per_sample", "streaming", "streaming_sharded"]
 BufferDtype = Literal["float32", "bfloat16"]
 BufferDevice = Literal["device", "host"]
 Sync = Literal["every_backward", "every_group", "every_update"]
@@ -223,6 +224,21 @@ class Config:
             "false: a folder that holds a run is refused"
         ),
     ] = False
+    backend: Annotated[
+        Backend,
+        Field(description="how parameters and optimizer states are spread over the ranks"),
+    ] = "replicated"
+    shard_ranks: Annotated[
+        PositiveInt | None,
+        Field(description="hsdp: ranks that share one copy of the parameters; null: those of a node"),
+    ] = None
+    ranks_per_prompt: Annotated[
+        PositiveInt | None,
+        Field(description="g, ranks that share a prompt; null: the greatest common divisor of group_size and ranks"),
+    ] = None
+    timeout: Annotated[
+        PositiveInt, Field(description="after this long without an answer from another rank a run ends; unit: seconds")
+    ] = 1800
     device: Annotated[Literal["auto", "cpu", "cuda"], Field(description="auto: CUDA where there is one")] = "auto"
     threads: Annotated[PositiveInt | None, Field(description="CPU threads of torch; null: torch's choice")] = None
 
@@ -259,7 +275,7 @@ class Config:
     ] = "reweight"
     buffers: Annotated[
         Buffers,
-        Field(description="reweight: one gradient per sample of the group, or running sums"),
+        Field(description="reweight: one gradient per sample of the group, running sums, or sharded running sums"),
     ] = "streaming"
     buffer_dtype: Annotated[BufferDtype, Field(description="of the local gradient buffers, before the optimizer")] = (
         "float32"

@@ -1,21 +1,28 @@
 """Checkpoints: everything that decides the future of a run, in files that load without running code.
 
-CHECKPOINT/parameters.safetensors: the trainable parameters as float32 masters; optimizer.pt and generators.pt: loaded
-with weights_only=True; state.json: the update index. Noise, selected steps and the order of the prompts are functions
-of (seed, update), so the index is their state; the global generators are saved for rewards that use them.
+CHECKPOINT/parameters.safetensors: the trainable parameters as float32 masters, and optimizer.pt; or dcp/ with both,
+where they are sharded; generators_RANK.pt; state.json: the update index. Noise, selected steps and the order of the
+prompts are functions of (seed, update), so the index is their state; the global generators are saved for rewards that
+use them.
 """
 
 import json
 import os
 import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
+
+from leangrpo.engine.distributed import World
 
 FORMAT = 1
 PREFIX = "update_"
@@ -25,26 +32,35 @@ class CheckpointError(ValueError):
     """A checkpoint is missing, incomplete or of another run; the message names its folder."""
 
 
-def save_checkpoint(
-    directory: Path, update: int, parameters: dict[str, Tensor], optimizer_state: dict[str, Any], keep: int
-) -> Path:
-    """Write DIRECTORY/update_N under a temporary name, rename it, and remove all but the latest `keep`."""
+def save_checkpoint(directory: Path, update: int, write_state: Callable[[Path], None], world: World, keep: int) -> None:
+    """Write DIRECTORY/update_N under a temporary name, rename it, and remove all but the latest `keep`. Collective.
+
+    `write_state` writes parameters and optimizer state into the temporary folder; every rank calls it.
+    """
     final = directory / f"{PREFIX}{update:06d}"
     temporary = directory / f".{final.name}.tmp"
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    save_file({name: p.contiguous().cpu() for name, p in parameters.items()}, temporary / "parameters.safetensors")
-    torch.save(optimizer_state, temporary / "optimizer.pt")
-    torch.save(generator_states(), temporary / "generators.pt")
-    (temporary / "state.json").write_text(json.dumps({"format": FORMAT, "update": update}))
-    for path in temporary.iterdir():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-    shutil.rmtree(final, ignore_errors=True)
-    temporary.replace(final)
-    for old in list_checkpoints(directory)[:-keep]:
-        shutil.rmtree(old)
-    return final
+    if world.is_main:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+    world.barrier()
+    write_state(temporary)
+    torch.save(generator_states(), temporary / f"generators_{world.rank}.pt")
+    world.barrier()
+    if world.is_main:
+        (temporary / "state.json").write_text(json.dumps({"format": FORMAT, "update": update}))
+        for path in temporary.rglob("*"):
+            if path.is_file():
+                _sync_to_disk(path)
+        shutil.rmtree(final, ignore_errors=True)
+        temporary.replace(final)
+        for old in list_checkpoints(directory)[:-keep]:
+            shutil.rmtree(old)
+    world.barrier()
+
+
+def _sync_to_disk(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
 
 
 def list_checkpoints(directory: Path) -> list[Path]:
@@ -64,17 +80,25 @@ def read_update(checkpoint: Path) -> int:
 
 
 def load_parameters(checkpoint: Path) -> dict[str, Tensor]:
-    """The trainable parameters."""
+    """The whole trainable parameters, whichever backend wrote them. CheckpointError if they cannot be read."""
     try:
+        if (checkpoint / "dcp").is_dir():
+            return _load_sharded(checkpoint / "dcp")
         return load_file(checkpoint / "parameters.safetensors")
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{checkpoint}/parameters.safetensors cannot be read: {error}") from None
+        raise CheckpointError(f"{checkpoint}: the parameters cannot be read: {error}") from None
 
 
-def load_optimizer_state(checkpoint: Path) -> dict[str, Any]:
-    """The optimizer's state dict, tensors on the CPU."""
-    state: dict[str, Any] = torch.load(checkpoint / "optimizer.pt", map_location="cpu", weights_only=True)
-    return state
+def _load_sharded(directory: Path) -> dict[str, Tensor]:
+    """All model tensors of a distributed checkpoint, on one process."""
+    metadata = FileSystemReader(directory).read_metadata().state_dict_metadata
+    state: dict[str, Any] = {
+        key: torch.empty(value.size)
+        for key, value in metadata.items()
+        if key.startswith("model.") and isinstance(value, TensorStorageMetadata)
+    }
+    load_distributed(state, checkpoint_id=directory, no_dist=True)
+    return {key.removeprefix("model."): value for key, value in state.items()}
 
 
 def generator_states() -> dict[str, Any]:
@@ -90,9 +114,12 @@ def generator_states() -> dict[str, Any]:
     return states
 
 
-def restore_generators(checkpoint: Path) -> None:
-    """Set the global generators to what they were when `checkpoint` was written."""
-    states = torch.load(checkpoint / "generators.pt", weights_only=True)
+def restore_generators(checkpoint: Path, rank: int) -> None:
+    """Set the global generators to what they were when `checkpoint` was written; a rank that is new keeps its own."""
+    path = checkpoint / f"generators_{rank}.pt"
+    if not path.exists():
+        return
+    states = torch.load(path, weights_only=True)
     torch.set_rng_state(states["torch"])
     name, keys, position, has_gauss, gauss = states["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, gauss))

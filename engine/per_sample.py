@@ -88,17 +88,18 @@ def _tokens(x: Tensor) -> Tensor:
 
 
 class _Linear(torch.autograd.Function):
-    # the layer itself is kept in ctx: under activation checkpointing a saved weight comes back as another object
+    # The weight is taken from the layer in the backward, not saved: a sharding backend frees it in between, and under
+    # activation checkpointing a saved one comes back as another object.
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: nn.Linear, capture: PerSampleCapture, *parameters: Tensor) -> Tensor:
         ctx.layer, ctx.capture = layer, capture
-        ctx.save_for_backward(x, layer.weight)
+        ctx.save_for_backward(x)
         return F.linear(x, layer.weight, layer.bias)
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        grad_x = grad_out @ weight if ctx.needs_input_grad[0] else None
+        (x,) = ctx.saved_tensors
+        grad_x = grad_out @ ctx.layer.weight if ctx.needs_input_grad[0] else None
         if ctx.capture.rows is not None:
             ctx.capture.add(ctx.layer, _tokens(x), _tokens(grad_out))
             return grad_x, None, None, *(None for _ in ctx.needs_input_grad[3:])
@@ -111,13 +112,14 @@ class _Conv2d(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: nn.Conv2d, capture: PerSampleCapture, *parameters: Tensor) -> Tensor:
         ctx.layer, ctx.capture = layer, capture
-        ctx.save_for_backward(x, layer.weight)
+        ctx.save_for_backward(x)
         return F.conv2d(x, layer.weight, layer.bias, layer.stride, layer.padding, layer.dilation)
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        layer, geometry = ctx.layer, (ctx.layer.stride, ctx.layer.padding, ctx.layer.dilation)
+        (x,) = ctx.saved_tensors
+        layer, weight = ctx.layer, ctx.layer.weight
+        geometry = (ctx.layer.stride, ctx.layer.padding, ctx.layer.dilation)
         grad_x = None
         if ctx.needs_input_grad[0]:
             grad_x = conv2d_input(x.shape, weight, grad_out, *geometry)

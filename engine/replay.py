@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from leangrpo.engine.algorithms.flow_grpo import FlowGRPO
+from leangrpo.engine.distributed import World
 from leangrpo.engine.gradients import Gradients
 from leangrpo.engine.policies.base import PolicyAdapter
 from leangrpo.engine.types import DenoisingStep, Gaussian, Trajectory
@@ -23,6 +24,13 @@ class ReplayStatistics:
     ratios: int = 0
     kl_sum: float = 0.0
     kl_terms: int = 0
+
+    def over(self, world: World) -> "ReplayStatistics":
+        """The same for all processes together. Collective."""
+        sums = world.sum(torch.tensor([self.clipped, self.ratios, self.kl_sum, self.kl_terms], dtype=torch.float64))
+        deviation = float(world.maximum(torch.tensor([self.ratio_deviation], dtype=torch.float64)))
+        clipped, ratios, kl_sum, kl_terms = sums.tolist()
+        return ReplayStatistics(deviation, int(clipped), int(ratios), kl_sum, int(kl_terms))
 
     def add_ratio(self, ratio_B: Tensor, clip_range: float) -> None:
         """Count one step's ratios [B]."""
@@ -47,6 +55,7 @@ class Objective:
     normaliser: float
     """selected steps x trained samples per group x prompts per update; the same under every schedule"""
     unselected_stochastic: bool
+    world: World
 
     def reference_mean(self, step: DenoisingStep) -> Tensor:
         """Mean of the frozen base policy at a stored step."""

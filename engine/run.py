@@ -18,6 +18,7 @@ from leangrpo.configs.checks import ConfigError, resume_differences
 from leangrpo.configs.loader import dump_config, load_config
 from leangrpo.configs.schema import Config
 from leangrpo.engine import checkpoint as checkpoints
+from leangrpo.engine.distributed import World
 from leangrpo.engine.evaluation import evaluate
 from leangrpo.engine.images import save_curves, save_grid
 from leangrpo.engine.metrics import EVALUATIONS_FILE, METRICS_FILE, MetricsLog, read_lines, refuse_missing_wandb
@@ -37,23 +38,30 @@ RATIO_NOTE["reweight"] = RATIO_NOTE["retain"]
 
 
 class Run:
-    """One run in `config.out_dir`, new or resumed. ConfigError if the folder holds a run and resume is off."""
+    """One run in `config.out_dir`, new or resumed; with several processes each has its own, and rank 0 writes.
 
-    def __init__(self, config: Config):
+    ConfigError if the folder holds a run and resume is off.
+    """
+
+    def __init__(self, config: Config, world: World | None = None):
         self.config, self.directory = config, Path(config.out_dir)
+        self.world = world or World()
         self.checkpoints = self.directory / "checkpoints"
         latest = find_checkpoint(config)
         refuse_missing_wandb(config.logging)
+        self.world.barrier()  # nobody writes before all have looked
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         self.prompts = load_prompts(config.prompts)
-        self.engine = Engine.from_config(config)
+        self.engine = Engine.from_config(config, self.world)
         refuse_unreadable(self.prompts, self.engine)
         if latest is not None:
             resume(self.engine, latest)
-        self.directory.mkdir(parents=True, exist_ok=True)
-        (self.directory / "config.yaml").write_text(dump_config(config))
-        self.log = MetricsLog(self.directory, config.logging, dataclasses.asdict(config), self.engine.update)
+        self.log: MetricsLog | None = None
+        if self.world.is_main:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            (self.directory / "config.yaml").write_text(dump_config(config))
+            self.log = MetricsLog(self.directory, config.logging, dataclasses.asdict(config), self.engine.update)
 
     def train(self) -> Path:
         """Train to `config.updates` and return the run's folder."""
@@ -74,7 +82,7 @@ class Run:
     def _progress_bar(self) -> Any:
         """Shows ETA, reward and throughput on a terminal; a log file gets the evaluations only."""
         done = min(self.engine.update, self.config.updates)
-        hidden = None if self.config.logging.progress else True
+        hidden = None if self.config.logging.progress and self.world.is_main else True
         return tqdm(total=self.config.updates, initial=done, unit="update", disable=hidden, dynamic_ncols=True)
 
     def _one_update(self, bar: Any) -> None:
@@ -84,13 +92,16 @@ class Run:
         metrics = engine.train_step(prompts)
         seconds = time.perf_counter() - start
         report_dropped(metrics, engine.update)
+        if engine.update == 1:
+            refuse_drift(engine)
         values = to_json(metrics) | {"update": engine.update, "seconds": seconds}
         values["samples_per_second"] = metrics.samples / seconds
         last = engine.update == config.updates
         if last or engine.update % config.evaluation.every == 0:
             name = "after" if last else f"update_{engine.update:06d}"
             values |= {f"eval_{key}": score for key, score in self._evaluate(name).items()}
-        self.log.update(values)
+        if self.log is not None:
+            self.log.update(values)
         if last or engine.update % config.checkpoint.every == 0:
             self._save()
         bar.set_postfix_str(
@@ -101,29 +112,28 @@ class Run:
     def _evaluate(self, name: str) -> dict[str, float]:
         engine, config = self.engine, self.config
         evaluation = evaluate(engine.policy, engine.rewards, self.prompts, config.evaluation, config.seed)
-        self.log.evaluation({"update": engine.update} | evaluation.scores)
-        save_grid(evaluation.images, self.directory / "images" / f"{name}.png")
+        if self.log is not None:
+            self.log.evaluation({"update": engine.update} | evaluation.scores)
+            save_grid(evaluation.images, self.directory / "images" / f"{name}.png")
         scores = ", ".join(f"{key} {score:.3f}" for key, score in evaluation.scores.items())
         log.info("evaluation after update %d: %s", engine.update, scores)
         return evaluation.scores
 
     def _save(self) -> None:
-        backend = self.engine.backend
+        refuse_drift(self.engine)
         checkpoints.save_checkpoint(
-            self.checkpoints,
-            self.engine.update,
-            backend.parameters(),
-            backend.optimizer.state_dict(),
-            self.config.checkpoint.keep,
+            self.checkpoints, self.engine.update, self.engine.backend.save, self.world, self.config.checkpoint.keep
         )
 
     def _finish(self) -> Path:
         name = self.directory.name
-        updates = {name: read_lines(self.directory / METRICS_FILE)}
-        evaluations = {name: read_lines(self.directory / EVALUATIONS_FILE)}
-        save_curves(updates, evaluations, self.directory / "reward_curve.png", title=name)
-        self.engine.policy.save(self.directory / "policy")
-        self.log.close()
+        parameters = self.engine.backend.full_parameters()
+        if self.log is not None:
+            updates = {name: read_lines(self.directory / METRICS_FILE)}
+            evaluations = {name: read_lines(self.directory / EVALUATIONS_FILE)}
+            save_curves(updates, evaluations, self.directory / "reward_curve.png", title=name)
+            self.engine.policy.save(self.directory / "policy", parameters)
+            self.log.close()
         log.info("done: %d updates, everything in %s", self.engine.update, self.directory)
         return self.directory
 
@@ -160,12 +170,21 @@ def find_checkpoint(config: Config) -> Path | None:
     return found[-1] if found else None
 
 
+def refuse_drift(engine: Engine) -> None:
+    """RuntimeError if ranks that should hold the same parameters do not. Collective."""
+    drifted = engine.backend.drift()
+    if drifted:
+        raise RuntimeError(
+            f"after update {engine.update} the ranks hold different values of {drifted}: they have drifted apart, and "
+            "training on would mix two models; the last checkpoint is sound"
+        )
+
+
 def resume(engine: Engine, checkpoint: Path) -> None:
     """Bring `engine` to the state that `checkpoint` holds."""
-    optimizer_state = checkpoints.load_optimizer_state(checkpoint)
-    engine.backend.load(checkpoints.load_parameters(checkpoint), optimizer_state)
+    engine.backend.load(checkpoint)
     engine.update = checkpoints.read_update(checkpoint)
-    checkpoints.restore_generators(checkpoint)
+    checkpoints.restore_generators(checkpoint, engine.world.rank)
 
 
 def to_json(metrics: StepMetrics) -> dict[str, Any]:

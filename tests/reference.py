@@ -43,11 +43,10 @@ def reference_gradient(
     config = engine.config
     policy = small_policy(config)
     policy.module.load_state_dict(engine.policy.module.state_dict())
-    policy.module.double()
     policy.text_encoder.load_state_dict(engine.policy.text_encoder.state_dict())  # type: ignore[attr-defined]
     if policy.base is not None:
         policy.base.load_state_dict(engine.policy.base.state_dict())  # type: ignore[attr-defined]
-        policy.base.double()
+    policy.to(dtype=torch.float64)
     parameters = [p for p in policy.module.parameters() if p.requires_grad]
     loss = torch.zeros((), dtype=torch.float64)
     for p, group in enumerate(groups):

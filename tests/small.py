@@ -16,6 +16,7 @@ from leangrpo.configs.schema import (
     PolicyConfig,
     SamplerConfig,
 )
+from leangrpo.engine.distributed import World
 from leangrpo.engine.policies.digits import DigitsPolicy
 from leangrpo.engine.policies.word_encoder import WordEncoder
 from leangrpo.engine.rewards import RewardFunction, Rewards
@@ -78,10 +79,10 @@ def brightness(images: Tensor, prompts: list[str]) -> Tensor:
     return images.float().mean(dim=(1, 2, 3)) / 255
 
 
-def small_engine(config: Config, *functions: RewardFunction, seed: int = 0) -> Engine:
+def small_engine(config: Config, *functions: RewardFunction, seed: int = 0, world: World | None = None) -> Engine:
     """An engine around `small_policy`; reward k has weight 1 + k."""
     terms = [(f"reward_{k}", function, 1.0 + k) for k, function in enumerate(functions or (brightness,))]
-    engine = Engine(config, small_policy(config, seed), Rewards(terms))
+    engine = Engine(config, small_policy(config, seed), Rewards(terms), world)
     if config.policy.weights == "lora":  # lora_B starts at 0, where every gradient of lora_A is 0 as well
         move_adapter(engine)
     return engine
@@ -90,9 +91,9 @@ def small_engine(config: Config, *functions: RewardFunction, seed: int = 0) -> E
 def move_adapter(engine: Engine) -> None:
     """Give lora_B values, as after some updates."""
     generator = torch.Generator().manual_seed(1)
-    parameters = engine.backend.parameters()
+    parameters = engine.backend.full_parameters()
     moved = {
         name: 0.1 * torch.randn(p.shape, generator=generator) if "lora_B" in name else p.clone()
-        for name, p in parameters.items()
+        for name, p in sorted(parameters.items())
     }
-    engine.backend.load(moved, optimizer_state=None)
+    engine.backend.load_parameters(moved)

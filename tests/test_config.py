@@ -12,7 +12,6 @@ from leangrpo.configs import (
     Config,
     ConfigError,
     check_config,
-    check_world_size,
     describe_keys,
     dump_config,
     load_config,
@@ -123,7 +122,7 @@ MALFORMED_OVERRIDES = {
     "no divisor": (["samples_per_forward=3"], "samples_per_forward=3", "group_size=8", "use 2 or 4"),
     "beyond the group": (["samples_per_forward=16"], "samples_per_forward=16", LINE, "use 8"),
     "premature reduction": (["sync=every_backward"], 'sync="every_backward"', "advantage", "every_group or every_upd"),
-    "resharded": (["residency=resharded"], 'residency="resharded"', "one process", "use resident"),
+    "resharded": (["residency=resharded"], 'residency="resharded"', "always whole", "use resident"),
     "odd best of n": (["algorithm.advantage.best_of_n=3"], "best_of_n=3", "group_size=8", "even number from 2 to 8"),
     "large best of n": (["algorithm.advantage.best_of_n=10"], "best_of_n=10", LINE, "even number from 2 to 8"),
     "streamed best of n": (["algorithm.advantage.best_of_n=4"], "best_of_n=4", "affine", "use buffers=per_sample"),
@@ -380,13 +379,6 @@ def test_check_config_serves_configurations_made_in_python() -> None:
 def test_default_that_does_not_fit_is_called_default(tmp_path: Path) -> None:
     message = refusal(tmp_path, MINIMAL + "algorithm: {selection: first}\nsampler: {denoising_steps: 3}\n")
     assert message.startswith("algorithm.selected_steps=4 (default): more than sampler.denoising_steps=3")
-
-
-def test_one_process_only() -> None:
-    config = Config(out_dir="runs/x")
-    check_world_size(config, 1)
-    with pytest.raises(ConfigError, match=r"^world_size=4 .*one process.*leangrpo train CONFIG out_dir=runs/x$"):
-        check_world_size(config, 4)
 
 
 def test_resume_differences() -> None:

@@ -6,12 +6,34 @@ from small import small_config, small_engine, small_policy
 from torch import nn
 
 from leangrpo.configs.checks import ConfigError
+from leangrpo.configs.schema import Sync
 from leangrpo.engine.gradients import Gradients
+from leangrpo.engine.sharding.base import ShardingBackend
 from leangrpo.kernels.rescale_accumulate import rescale_accumulate_
 
 
-def accounting(module: nn.Module, batch: int = 1) -> Gradients:
-    return Gradients(module, dtype=torch.float32, device=torch.device("cpu"), per_sample_batch=batch)
+class Collector(ShardingBackend):
+    """Keeps what is reduced; nothing of a real backend matters here."""
+
+    def __init__(self, module: nn.Module):
+        self.parameters = [p for p in module.parameters() if p.requires_grad]
+        self.reduced: list[torch.Tensor] = []
+
+    def reduce(self, total: torch.Tensor) -> None:
+        self.reduced.append(total)
+
+    def step(self) -> float:
+        raise AssertionError
+
+    full_parameters = load_parameters = save = load = drift = step  # type: ignore[assignment]
+
+
+def accounting(
+    module: nn.Module, batch: int = 1, dtype: torch.dtype = torch.float32, sync: Sync = "every_update"
+) -> Gradients:
+    return Gradients(
+        module, Collector(module), sync=sync, dtype=dtype, device=torch.device("cpu"), per_sample_batch=batch
+    )
 
 
 def test_a_gradient_reduced_before_its_advantage_cannot_be_repaired() -> None:
@@ -83,7 +105,7 @@ def test_guidance_stacks_and_convolutions_are_told_apart() -> None:
         loss = module(x[index : index + 1]).square().sum()
         expected.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(module.parameters()))]))
     (input_gradient,) = torch.autograd.grad(module(x).square().sum(), x)
-    gradients = Gradients(module, dtype=torch.float64, device=torch.device("cpu"), per_sample_batch=3)
+    gradients = accounting(module, batch=3, dtype=torch.float64)
     rows = gradients.new_buffer(3)
     gradients.backward_per_sample(module(x).square().flatten(1).sum(1), rows)
     assert torch.allclose(rows, torch.stack(expected), rtol=1e-12)
@@ -107,7 +129,7 @@ def test_other_trainable_layers_need_single_samples() -> None:
         accounting(module, batch=2)
     gradients = accounting(module)
     gradients.backward(module(torch.randn(2, 4)).square().sum())
-    assert gradients.take_total().count_nonzero() == gradients.numel
+    assert gradients.get_total().count_nonzero() == gradients.numel
 
 
 def test_no_parameter_gradient_survives_a_backward() -> None:
@@ -116,7 +138,7 @@ def test_no_parameter_gradient_survives_a_backward() -> None:
     loss = policy.velocity(torch.randn(2, 1, 8, 8), 0.5, policy.encode("two", 2)).square().mean()
     gradients.backward(loss)
     assert all(p.grad is None for p in policy.module.parameters())
-    assert gradients.take_total().norm() > 0
+    assert gradients.get_total().norm() > 0
 
 
 def test_a_backward_past_the_accounting_is_caught() -> None:

@@ -9,7 +9,7 @@ from leangrpo.tools.minimal_loop import lean_update
 def test_the_minimal_loop_makes_the_engines_update() -> None:
     config = small_config(policy={"weights": "lora"}, schedule="native", samples_per_forward=1, seed=7)
     engine, explained = small_engine(config), small_engine(config)
-    before = {name: p.clone() for name, p in engine.backend.parameters().items()}
+    before = {name: p.clone() for name, p in engine.backend.full_parameters().items()}
     optimizer = torch.optim.SGD(engine.backend.masters, lr=0.1)
     engine.backend.optimizer = optimizer  # AdamW's division would blow rounding up where a gradient is tiny
     engine.train_step(PROMPTS)
@@ -24,7 +24,9 @@ def test_the_minimal_loop_makes_the_engines_update() -> None:
         seed=7,
         update=0,
     )
-    after = engine.backend.parameters()
-    difference = sum(float((after[n] - p).square().sum()) for n, p in explained.backend.parameters().items()) ** 0.5
+    after = engine.backend.full_parameters()
+    difference = (
+        sum(float((after[n] - p).square().sum()) for n, p in explained.backend.full_parameters().items()) ** 0.5
+    )
     moved = sum(float((after[n] - p).square().sum()) for n, p in before.items()) ** 0.5
     assert moved > 0 and difference <= 1e-4 * moved

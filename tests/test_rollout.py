@@ -115,7 +115,7 @@ def test_unselected_steps_take_no_noise_with_ode() -> None:
 @pytest.mark.parametrize("schedule", ["native", "retain", "reweight"])
 def test_a_non_finite_log_prob_names_its_place_and_loses_nothing(schedule: str) -> None:
     engine = small_engine(small_config(schedule=schedule))
-    before = {name: p.clone() for name, p in engine.backend.parameters().items()}
+    before = {name: p.clone() for name, p in engine.backend.full_parameters().items()}
     original, calls = engine.policy.velocity, []
 
     def broken(latents: torch.Tensor, sigma: float, conditioning: Any) -> torch.Tensor:
@@ -127,7 +127,7 @@ def test_a_non_finite_log_prob_names_its_place_and_loses_nothing(schedule: str) 
     message = "prompt 'one', generation 2, denoising step 2"
     with pytest.raises(NonFiniteLogProbError, match=message):
         engine.train_step(PROMPTS)
-    for name, p in engine.backend.parameters().items():
+    for name, p in engine.backend.full_parameters().items():
         assert torch.equal(p, before[name])
     engine.policy.velocity = original  # type: ignore[method-assign]
     assert _after_one_step(engine) == _after_one_step(small_engine(small_config(schedule=schedule)))
@@ -135,7 +135,7 @@ def test_a_non_finite_log_prob_names_its_place_and_loses_nothing(schedule: str) 
 
 def _after_one_step(engine: Engine) -> list[float]:
     engine.train_step(PROMPTS)
-    return [float(p.double().sum()) for p in engine.backend.parameters().values()]
+    return [float(p.double().sum()) for p in engine.backend.full_parameters().values()]
 
 
 def test_wrong_number_of_prompts_is_refused() -> None:

@@ -165,11 +165,6 @@ def test_mistakes_are_one_line_and_exit_2(
     assert not (tmp_path / "run").exists()
 
 
-def test_several_processes_are_refused_for_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert train(tmp_path / "run") == 2
-
-
 def test_unreadable_prompts_are_refused_before_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "prompts.txt").write_text("three\n\neleventeen\n")
     assert train(tmp_path / "run", f"prompts={tmp_path / 'prompts.txt'}") == 2

@@ -2,7 +2,6 @@
 
 import argparse
 import logging
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -63,24 +62,34 @@ def main(argv: Sequence[str] | None = None) -> int:
 def train(arguments: argparse.Namespace) -> int:
     """Train and say where the results are."""
     config = load_config(arguments.config, arguments.overrides)
-    check_world_size(config, int(os.environ.get("WORLD_SIZE", "1")))
-    from leangrpo.engine.run import Run  # torch and diffusers take seconds to import: wrong input is reported before
+    # torch and diffusers take seconds to import: wrong input is reported before
+    from leangrpo.engine.distributed import World, joined
+    from leangrpo.engine.rewards import RewardError
+    from leangrpo.engine.run import Run
+    from leangrpo.engine.trainer import choose_device
 
-    run = Run(config)
-    try:
-        directory = run.train()
-    except KeyboardInterrupt:
-        print(
-            f"interrupted after update {run.engine.update}; continue from the last checkpoint with the same command "
-            "and resume=true",
-            file=sys.stderr,
-        )
-        return INTERRUPTED
-    except FloatingPointError as error:  # a log-probability or gradient that is not finite; the message says where
-        print(f"error: update {run.engine.update + 1}: {error}", file=sys.stderr)
-        return FAILED
-    print(f"images: {directory / 'images' / 'before.png'}, {directory / 'images' / 'after.png'}")
-    print(f"curve:  {directory / 'reward_curve.png'}")
+    world = World.from_environment()
+    check_world_size(config, world.size, world.local_size)
+    if not world.is_main:
+        logging.getLogger("leangrpo").setLevel(logging.WARNING)
+    device = choose_device(config.device, world)
+    with joined(world, device, always=config.backend != "replicated", timeout_seconds=config.timeout):
+        run = Run(config, world)
+        try:
+            directory = run.train()
+        except KeyboardInterrupt:
+            print(
+                f"interrupted after update {run.engine.update}; continue from the last checkpoint with the same "
+                "command and resume=true",
+                file=sys.stderr,
+            )
+            return INTERRUPTED
+        except (FloatingPointError, RewardError) as error:  # not finite, or never scored; the message says what
+            print(f"error: update {run.engine.update + 1}: {error}", file=sys.stderr)
+            return FAILED
+    if world.is_main:
+        print(f"images: {directory / 'images' / 'before.png'}, {directory / 'images' / 'after.png'}")
+        print(f"curve:  {directory / 'reward_curve.png'}")
     return 0
 
 

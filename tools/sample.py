@@ -11,6 +11,9 @@ from leangrpo.engine.images import replace_image, save_grid, to_pil
 from leangrpo.engine.noise import Noise
 from leangrpo.engine.trainer import Engine
 
+ONE_PROCESS = ("backend=replicated", "shard_ranks=null", "residency=resident")
+"""drawing needs none of a run's backend, whatever wrote the checkpoint"""
+
 
 def sample_run(
     run: Path, prompts: Sequence[str], out: Path, *, number: int, steps: int | None, seed: int, base: bool
@@ -23,7 +26,7 @@ def sample_run(
         raise ConfigError(f"RUN={run}: not the folder of a run (no config.yaml in it); give the out_dir of one")
     if number < 1:
         raise ConfigError(f"--number={number}: at least 1 image per prompt is needed")
-    config = load_config(str(run / "config.yaml"))
+    config = load_config(str(run / "config.yaml"), ONE_PROCESS)
     steps = config.evaluation.denoising_steps if steps is None else steps
     if steps < 1:
         raise ConfigError(f"--steps={steps}: at least 1 denoising step is needed")
@@ -32,7 +35,7 @@ def sample_run(
         raise ConfigError(f"RUN={run}: no checkpoint yet; wait for the first, or use --base")
     engine = Engine.from_config(config)
     if not base:
-        engine.backend.load(checkpoints.load_parameters(found[-1]), optimizer_state=None)
+        engine.backend.load_parameters(checkpoints.load_parameters(found[-1]))
     images = {}
     for slot, prompt in enumerate(dict.fromkeys(prompts)):
         try:

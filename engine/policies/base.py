@@ -15,6 +15,8 @@ from leangrpo.engine import transitions
 from leangrpo.engine.noise import INITIAL_LATENTS, Noise
 from leangrpo.engine.types import DenoisingStep, Gaussian, Timestep, Trajectory
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
 
 class NonFiniteLogProbError(FloatingPointError):
     """A log-probability is NaN or infinite; the message names prompt, generation and denoising step."""
@@ -28,14 +30,22 @@ class PolicyAdapter(ABC):
     timesteps: tuple[Timestep, ...]
     """of a training rollout"""
     device: torch.device
+    dtype: torch.dtype
+    """of the computation inside `module`; parameters may be stored in another"""
+    blocks: list[nn.Module]
+    """the repeated blocks of `module`, the units of sharding and of activation checkpointing"""
+    base: nn.Module | None
+    """frozen copy of `module` for the KL term, where the family needs one"""
+    base_blocks: list[nn.Module]
+    """the blocks of `base`"""
 
     @abstractmethod
     def to(self, *, device: torch.device | None = None, dtype: torch.dtype | None = None) -> None:
         """Move or cast the modules that `transition` runs, in place."""
 
     @abstractmethod
-    def save(self, directory: Path) -> None:
-        """Export the trained weights in the family's own file format."""
+    def save(self, directory: Path, parameters: dict[str, Tensor]) -> None:
+        """Export the whole trainable `parameters` (by name) in the family's own file format."""
 
     @abstractmethod
     def make_timesteps(self, denoising_steps: int) -> tuple[Timestep, ...]:

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from diffusers import SD3Transformer2DModel
 from diffusers.loaders import SD3LoraLoaderMixin
+from diffusers.utils import SAFETENSORS_WEIGHTS_NAME
 from peft import LoraConfig as PeftLoraConfig
 from peft.utils import get_peft_model_state_dict
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -48,16 +49,20 @@ class DigitsPolicy(FlowMatchingPolicy):
         self.module, self.text_encoder, self.sampler = module, text_encoder.requires_grad_(False), sampler
         self.timesteps = self.make_timesteps(sampler.denoising_steps)
         self.has_adapter = config.weights == "lora"
-        self.base: nn.Module | None = None
+        self.base: SD3Transformer2DModel | None = None
         if self.has_adapter:
             add_lora(module, config.lora, seed)
         elif keep_base:
             self.base = copy.deepcopy(module).requires_grad_(False)
+            self.base_blocks = list(self.base.transformer_blocks)
+        state, trainable = module.state_dict(), dict(module.named_parameters())
+        self._buffers = {name: value for name, value in state.items() if name not in trainable}
         set_checkpointing(module, module.transformer_blocks, checkpointing)
         module.train()
         size = module.config.sample_size
         self.latent_shape = (module.config.in_channels, size, size)
-        self.device = torch.device("cpu")
+        self.device, self.dtype = torch.device("cpu"), torch.float32
+        self.blocks = list(module.transformer_blocks)
         self._active: nn.Module = module
 
     @classmethod
@@ -72,6 +77,8 @@ class DigitsPolicy(FlowMatchingPolicy):
         for module in (self.module, self.base):
             if module is not None:
                 nn.Module.to(module, device=device, dtype=dtype)  # diffusers' own `to` warns about nothing
+        if dtype is not None:
+            self.dtype = dtype
         if device is not None:
             self.device = device
             self.text_encoder.to(device)  # keeps float32
@@ -86,7 +93,7 @@ class DigitsPolicy(FlowMatchingPolicy):
 
     def velocity(self, latents: Tensor, sigma: float, conditioning: tuple[Tensor, Tensor]) -> Tensor:
         tokens, pooled = conditioning
-        dtype = self.module.dtype
+        dtype = self.dtype
         velocity: Tensor = self._active(
             hidden_states=latents.to(dtype),
             encoder_hidden_states=tokens.to(dtype),
@@ -115,16 +122,21 @@ class DigitsPolicy(FlowMatchingPolicy):
             finally:
                 self.module.enable_adapters()
 
-    def save(self, directory: Path) -> None:
+    def save(self, directory: Path, parameters: dict[str, Tensor]) -> None:
         """The adapter, for diffusers' `load_lora_weights`, or the whole transformer, for `from_pretrained`."""
         if self.has_adapter:
             SD3LoraLoaderMixin.save_lora_weights(
                 directory,
-                transformer_lora_layers=get_peft_model_state_dict(self.module),
+                transformer_lora_layers=get_peft_model_state_dict(self.module, state_dict=parameters),
                 transformer_lora_adapter_metadata=self.module.peft_config["default"].to_dict(),
             )
         else:
-            self.module.save_pretrained(directory)
+            self.module.save_config(directory)
+            save_file(
+                {name: p.contiguous().cpu() for name, p in (self._buffers | parameters).items()},
+                directory / SAFETENSORS_WEIGHTS_NAME,
+                metadata={"format": "pt"},
+            )
 
 
 def add_lora(module: SD3Transformer2DModel, config: LoraConfig, seed: int) -> None:

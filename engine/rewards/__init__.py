@@ -1,5 +1,6 @@
 """Reward functions, by the name that a configuration gives them."""
 
+import logging
 from collections.abc import Callable, Sequence
 
 import torch
@@ -9,6 +10,8 @@ from leangrpo.configs.schema import RewardConfig
 from leangrpo.engine.rewards.digits import digits_classifier
 from leangrpo.engine.rewards.jpeg import JpegCompressibility
 
+log = logging.getLogger("leangrpo")
+
 RewardFunction = Callable[[Tensor, list[str]], Tensor]
 """(images uint8 [B, C, H, W], B prompts) -> rewards [B]; NaN marks a sample that could not be scored"""
 
@@ -16,6 +19,10 @@ REWARDS: dict[str, RewardFunction] = {
     "digits_classifier": digits_classifier,
     "jpeg_compressibility": JpegCompressibility(),
 }
+
+
+class RewardError(RuntimeError):
+    """Not a single sample of an update has a finite reward; the parameters were left as they are."""
 
 
 class Rewards:
@@ -30,6 +37,14 @@ class Rewards:
     def from_config(cls, configs: Sequence[RewardConfig]) -> "Rewards":
         """The packaged functions that `configs` name."""
         return cls([(config.name, REWARDS[config.name], config.weight) for config in configs])
+
+    def or_nan(self, images: Tensor, prompts: list[str]) -> Tensor:
+        """As a call, but where a function fails NaN: the samples are dropped, and no rank waits for this one."""
+        try:
+            return self(images, prompts)
+        except Exception:
+            log.exception("a reward failed; its %d samples of %r are dropped", len(images), prompts[0])
+            return torch.full((len(images), len(self.names)), torch.nan, dtype=torch.float64)
 
     def __call__(self, images: Tensor, prompts: list[str]) -> Tensor:
         """rewards_BK, float64 on the CPU. ValueError if a function does not return one number per image."""

@@ -1,15 +1,16 @@
-"""One rank that holds everything: float32 master weights, AdamW, clipping."""
+"""Every rank holds everything: float32 master weights, AdamW, one all-reduce of the gradient per reduction."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
-from leangrpo.configs.schema import OptimizerConfig
-
-
-class NonFiniteGradientError(FloatingPointError):
-    """The gradient norm is NaN or infinite; the optimizer step was not made."""
+from leangrpo.configs.schema import Config, OptimizerConfig
+from leangrpo.engine.distributed import World
+from leangrpo.engine.policies.base import DTYPES, PolicyAdapter
+from leangrpo.engine.sharding.base import NonFiniteGradientError, ShardingBackend, first_difference
 
 
 def make_optimizer(config: OptimizerConfig, parameters: list[Tensor]) -> torch.optim.Optimizer:
@@ -28,65 +29,94 @@ def make_optimizer(config: OptimizerConfig, parameters: list[Tensor]) -> torch.o
     return torch.optim.AdamW(parameters, fused=True, **settings)
 
 
-class Replicated:
-    """Applies a finished flat gradient to `module`.
+class Replicated(ShardingBackend):
+    """The optimizer steps float32 masters: the module's own parameters or, in lower precision, copies of them.
 
-    The optimizer steps float32 masters: the module's own parameters or, with `keep_masters`, copies of them that are
-    taken now, so that the module can be cast to a lower precision; it then gets the rounded masters after every step.
+    `policy` comes in float32 and is cast here; after every step it gets the rounded masters.
     """
 
-    def __init__(self, module: nn.Module, config: OptimizerConfig, *, keep_masters: bool):
-        self.named_parameters = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-        working = [parameter for _, parameter in self.named_parameters]
-        self.has_copies = keep_masters
-        masters: list[Tensor] = [p.detach().clone() for p in working] if self.has_copies else list(working)
-        self.masters = masters
-        self.max_grad_norm = config.max_grad_norm
-        self.optimizer = make_optimizer(config, self.masters)
+    def __init__(self, policy: PolicyAdapter, config: Config, world: World):
+        self.world, self.max_grad_norm = world, config.optimizer.max_grad_norm
+        named = [(name, p) for name, p in policy.module.named_parameters() if p.requires_grad]
+        self.names, self.parameters = [name for name, _ in named], [p for _, p in named]
+        dtype = DTYPES[config.precision]
+        self.has_copies = dtype != torch.float32
+        self.masters: list[Tensor] = list(self.parameters)
+        if self.has_copies:
+            self.masters = [p.detach().clone() for p in self.parameters]
+            policy.to(dtype=dtype)
+        self.parameter_groups = self.trainable_parameter_groups = 1
+        self.gradient: Tensor | None = None
+        self.optimizer = make_optimizer(config.optimizer, self.masters)
 
     @torch.no_grad()
-    def step(self, gradient: Tensor) -> float:
-        """Clip the flat gradient [N], step, return its norm before clipping. NonFiniteGradientError: no step made."""
+    def reduce(self, total: Tensor) -> None:
+        summed = total.to(self.masters[0].device)
+        if self.world.size > 1:
+            torch.distributed.all_reduce(summed)
+        self.gradient = summed.float() if self.gradient is None else self.gradient.add_(summed)
+
+    @torch.no_grad()
+    def step(self) -> float:
+        assert self.gradient is not None, "no gradient was reduced"
         start = 0
-        gradient = gradient.to(self.masters[0].device, torch.float32)
         for master in self.masters:
-            master.grad = gradient[start : start + master.numel()].view_as(master)
+            master.grad = self.gradient[start : start + master.numel()].view_as(master)
             start += master.numel()
-        norm = torch.nn.utils.clip_grad_norm_(self.masters, self.max_grad_norm).item()
-        if not torch.isfinite(torch.tensor(norm)):
-            self.optimizer.zero_grad()
-            raise NonFiniteGradientError(
-                f"gradient norm {norm}: no step was made; check the reward's range, lower optimizer.learning_rate, "
-                "or set precision=float32"
-            )
-        self.optimizer.step()
+        norm = torch.nn.utils.clip_grad_norm_(self.masters, self.max_grad_norm)
+        self.gradient = None
+        if norm.isfinite():
+            self.optimizer.step()
         self.optimizer.zero_grad()
+        if not norm.isfinite():
+            raise NonFiniteGradientError(norm.item())
         if self.has_copies:
             self._copy_masters()
-        return norm
+        return norm.item()
 
-    def parameters(self) -> dict[str, Tensor]:
-        """The float32 masters by name."""
-        return {name: master.detach() for (name, _), master in zip(self.named_parameters, self.masters, strict=True)}
+    def full_parameters(self) -> dict[str, Tensor]:
+        return {name: master.detach() for name, master in zip(self.names, self.masters, strict=True)}
 
     @torch.no_grad()
-    def load(self, parameters: dict[str, Tensor], optimizer_state: dict[str, Any] | None) -> None:
-        """Take over saved masters and optimizer state. ValueError names what does not fit."""
-        names = {name for name, _ in self.named_parameters}
-        if names != parameters.keys():
-            different = sorted(names ^ parameters.keys())
-            raise ValueError(f"saved parameters do not fit the policy: {different[0]} (and {len(different) - 1} more)")
-        for (name, _), master in zip(self.named_parameters, self.masters, strict=True):
-            if master.shape != parameters[name].shape:
-                raise ValueError(
-                    f"saved parameter {name} has shape {list(parameters[name].shape)}, the policy {list(master.shape)}"
-                )
+    def load_parameters(self, parameters: dict[str, Tensor]) -> None:
+        refuse_other_parameters(self.full_parameters(), parameters)
+        for name, master in self.full_parameters().items():
             master.copy_(parameters[name])
-        if optimizer_state is not None:
-            self.optimizer.load_state_dict(optimizer_state)
         if self.has_copies:
             self._copy_masters()
+
+    def save(self, directory: Path) -> None:
+        if self.world.is_main:
+            save_parameters(self.full_parameters(), directory)
+            torch.save(self.optimizer.state_dict(), directory / "optimizer.pt")
+
+    def load(self, directory: Path) -> None:
+        self.load_parameters(load_file(directory / PARAMETERS))
+        state: dict[str, Any] = torch.load(directory / "optimizer.pt", map_location="cpu", weights_only=True)
+        self.optimizer.load_state_dict(state)
+
+    def drift(self) -> str:
+        return first_difference(self.names, self.masters, None) if self.world.size > 1 else ""
 
     def _copy_masters(self) -> None:
-        for (_, parameter), master in zip(self.named_parameters, self.masters, strict=True):
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
             parameter.copy_(master)
+
+
+PARAMETERS = "parameters.safetensors"
+
+
+def save_parameters(parameters: dict[str, Tensor], directory: Path) -> None:
+    """Write the whole trainable parameters as one safetensors file."""
+    save_file({name: p.contiguous().cpu() for name, p in parameters.items()}, directory / PARAMETERS)
+
+
+def refuse_other_parameters(own: dict[str, Tensor], saved: dict[str, Tensor]) -> None:
+    """ValueError if names or shapes differ."""
+    if own.keys() != saved.keys():
+        different = sorted(own.keys() ^ saved.keys())
+        raise ValueError(f"saved parameters do not fit the policy: {different[0]} (and {len(different) - 1} more)")
+    for name, parameter in own.items():
+        if parameter.shape != saved[name].shape:
+            shapes = f"{list(saved[name].shape)}, the policy {list(parameter.shape)}"
+            raise ValueError(f"saved parameter {name} has shape {shapes}")

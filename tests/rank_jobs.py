@@ -1,0 +1,110 @@
+"""What tests run on several ranks: importable functions, since new processes start from nothing."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from small import brightness, small_config, small_engine
+from torch import Tensor
+
+from leangrpo.engine.distributed import World
+from leangrpo.engine.types import StepMetrics
+from leangrpo.tools.count_collectives import count_update
+
+PROMPTS = ["one", "two", "three", "four"]
+Outcome = tuple[dict[str, Tensor], StepMetrics]
+
+
+def train(world: World, cases: list[dict[str, Any]], updates: int = 3) -> list[Outcome]:
+    """Parameters and last metrics of each case after `updates` updates."""
+    outcomes = []
+    for case in cases:
+        engine = small_engine(small_config(**case), world=world)
+        for _ in range(updates):
+            metrics = engine.train_step(PROMPTS)
+        outcomes.append(({name: p.clone() for name, p in engine.backend.full_parameters().items()}, metrics))
+    return outcomes
+
+
+def collectives(world: World, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What `count_update` sees of each case."""
+    return [count_update(small_engine(small_config(**case), world=world), PROMPTS) for case in cases]
+
+
+def failing_reward(images: Tensor, prompts: list[str]) -> Tensor:
+    """Fails on rank 1, is the same for every image of "two", and fine elsewhere."""
+    if torch.distributed.get_rank() == 1 and prompts[0] == "one":
+        raise OSError("the reward server is gone")
+    return torch.ones(len(images)) if prompts[0] == "two" else brightness(images, prompts)
+
+
+def with_failing_reward(world: World, cases: list[dict[str, Any]]) -> list[tuple[StepMetrics, dict[str, Any]]]:
+    """Metrics and collectives of a second update in which a reward fails on one rank."""
+    outcomes = []
+    for case in cases:
+        engine = small_engine(small_config(**case), failing_reward, world=world)
+        counted = count_update(engine, PROMPTS)
+        outcomes.append((engine.train_step(PROMPTS), counted))
+    return outcomes
+
+
+def samples(world: World, case: dict[str, Any]) -> dict[tuple[int, int], Tensor]:
+    """The images that this rank drew, by (slot, generation)."""
+    engine = small_engine(small_config(**case), world=world)
+    rollout = engine._on_policy_gradient(PROMPTS, frozenset(range(4)))
+    return {
+        (slot, generation): image
+        for slot, group in zip(engine.group.slots, rollout.groups, strict=True)
+        for trajectory in group.trajectories
+        for generation, image in zip(trajectory.generations, trajectory.samples, strict=True)
+    }
+
+
+def stale_weights(world: World, case: dict[str, Any]) -> list[float]:
+    """Largest difference between an engine's outputs and those of a new engine with its parameters, update by update.
+
+    The update ends with a forward without grad, which leaves modules unsharded.
+    """
+    engine, differences = small_engine(small_config(**case), world=world), []
+    x = torch.ones(1, 1, 8, 8)
+    for _ in range(3):
+        engine.train_step(PROMPTS)
+        fresh = small_engine(small_config(**(case | {"backend": "replicated", "residency": "resident"})))
+        fresh.backend.load_parameters(engine.backend.full_parameters())
+        with torch.no_grad():
+            outputs = [e.policy.velocity(x, 0.6, e.policy.encode("two", 1)) for e in (engine, fresh)]  # type: ignore[attr-defined]
+        differences.append(float((outputs[0] - outputs[1]).abs().max()))
+    return differences
+
+
+def run_and_save(world: World, case: dict[str, Any], folder: Path) -> dict[str, Tensor]:
+    """Four updates, with a checkpoint after two."""
+    engine = small_engine(small_config(**case), world=world)
+    for update in range(4):
+        engine.train_step(PROMPTS)
+        if update == 1:
+            engine.backend.save(folder)
+    return {name: p.clone() for name, p in engine.backend.full_parameters().items()}
+
+
+def resume(world: World, case: dict[str, Any], folder: Path) -> dict[str, Tensor]:
+    """The last two of them, from the checkpoint."""
+    engine = small_engine(small_config(**case), world=world)
+    engine.backend.load(folder)
+    engine.update = 2
+    for _ in range(2):
+        engine.train_step(PROMPTS)
+    return {name: p.clone() for name, p in engine.backend.full_parameters().items()}
+
+
+def drift(world: World, case: dict[str, Any]) -> list[str]:
+    """What `drift` says of a sound engine, and after one element on one rank was changed by its last bit."""
+    engine = small_engine(small_config(**case), world=world)
+    reports = [engine.backend.drift()]
+    if world.rank == world.size - 1:
+        parameter = (
+            engine.backend.masters[3] if case["backend"] == "replicated" else next(engine.backend._sharded()).to_local()
+        )  # type: ignore[attr-defined]
+        with torch.no_grad():
+            parameter.view(-1)[-1] *= 1 + 2**-22
+    return [*reports, engine.backend.drift()]
