@@ -4,10 +4,18 @@ from leangrpo.configs.schema import Config
 from leangrpo.engine.distributed import World
 from leangrpo.engine.policies.base import PolicyAdapter
 from leangrpo.engine.sharding.base import ShardingBackend
+from leangrpo.engine.sharding.deepspeed import DeepSpeedZero
 from leangrpo.engine.sharding.fsdp2 import FSDP2
 from leangrpo.engine.sharding.replicated import Replicated
 
-BACKENDS: dict[str, type[ShardingBackend]] = {"replicated": Replicated, "fsdp2": FSDP2, "hsdp": FSDP2}
+BACKENDS: dict[str, type[ShardingBackend]] = {
+    "replicated": Replicated,
+    "fsdp2": FSDP2,
+    "hsdp": FSDP2,
+    "zero1": DeepSpeedZero,
+    "zero2": DeepSpeedZero,
+    "zero3": DeepSpeedZero,
+}
 
 
 def make_backend(policy: PolicyAdapter, config: Config, world: World) -> ShardingBackend:
