@@ -26,6 +26,7 @@ from leangrpo.engine.distributed import World
 from leangrpo.engine.policies.base import DTYPES, PolicyAdapter
 from leangrpo.engine.sharding.base import NonFiniteGradientError, ShardingBackend, first_difference
 from leangrpo.engine.sharding.replicated import make_optimizer, refuse_other_parameters, save_parameters
+from leangrpo.engine.sharding.zero3_trace import record_before_first_forward
 
 STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
 MAX_BUCKET = 500_000_000
@@ -61,6 +62,8 @@ class DeepSpeedZero(ShardingBackend):
         )
         assert self.engine.module is policy.module
         self.is_partitioned = self.stage == 3
+        if self.is_partitioned:
+            record_before_first_forward(policy.module, self.parameters, self.after_backward)
         if masters:  # DeepSpeed has made its float32 masters from rounded parameters
             self.load_parameters(masters)
 
