@@ -169,6 +169,12 @@ def _check_backend(config: Config) -> Iterator[Problem]:
             "over the last, in stages 1 and 2 it sums locally and reduces at the step; use every_update"
         )
         yield problem("sync", config.sync, text)
+    if backend == "zero3" and config.schedule == "reweight" and config.algorithm.beta > 0:
+        text = (
+            "schedule=reweight needs a second backward through a step's graph for the KL term, and DeepSpeed's stage 3 "
+            "gathers parameters for one; use schedule=native or retain, or backend=zero2 or fsdp2"
+        )
+        yield problem("algorithm.beta", config.algorithm.beta, text)
     if config.optimizer.name == "adamw_8bit" and backend in ("fsdp2", "hsdp"):
         text = f"backend={backend} cannot shard its states; use adamw, or backend=replicated or a zero backend"
         yield problem("optimizer.name", config.optimizer.name, text)

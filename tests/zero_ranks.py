@@ -9,7 +9,7 @@ from small import brightness, small_config, small_engine
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from leangrpo.configs.checks import ConfigError
+from leangrpo.configs.checks import ConfigError, find_problems
 from leangrpo.configs.schema import Config
 from leangrpo.engine.checkpoint import load_parameters
 from leangrpo.engine.distributed import World
@@ -76,8 +76,9 @@ def same_reward_for_two(images: Tensor, prompts: list[str]) -> Tensor:
 
 REWARDS = {"failed reward": no_reward_for_two, "std 0": same_reward_for_two}
 CASES: dict[str, dict[str, Any]] = {
-    "kl, full": {"schedule": "streaming", "algorithm": {"beta": 0.5}},
-    "kl, lora": {"schedule": "streaming", "weights": "lora", "algorithm": {"beta": 0.5}},
+    "kl, full": {"schedule": "retain", "algorithm": {"beta": 0.5}},
+    "kl, lora": {"schedule": "native", "weights": "lora", "algorithm": {"beta": 0.5}},
+    "kl, reweight": {"schedule": "streaming", "weights": "lora", "algorithm": {"beta": 0.5}},
     "checkpointing": {"schedule": "retain", "checkpointing": "all"},
     "off-policy": {"schedule": "streaming", "updates_per_rollout": 2},
 }
@@ -96,7 +97,10 @@ def updates_of(world: World, backend: str, samples_per_forward: int) -> dict[str
 
 def other_updates(world: World, backend: str) -> dict[str, Parameters]:
     """The same for what goes with one schedule only."""
-    results = {name: train(config_for(backend, **case), world, 3) for name, case in CASES.items()}
+    results = {}
+    for name, case in CASES.items():
+        if not find_problems(config_for(backend, **case)):
+            results[name] = train(config_for(backend, **case), world, 3)
     for name, reward in REWARDS.items():  # prompt "two" is rank 1's
         results[name] = train(config_for(backend, ranks_per_prompt=1), world, 2, reward=reward)
     results["bfloat16"] = train(config_for(backend, precision="bfloat16"), world, 1)
