@@ -91,7 +91,7 @@ def test_bfloat16_reduces_float32_gradients_into_unrounded_masters(
     ranks: list[dict[str, Any]], single: dict[str, Any]
 ) -> None:
     """One update: forwards and masters start equal, so nothing but the order of sums may differ."""
-    assert error(ranks[0]["others"]["bfloat16"], single["others"]["bfloat16"], single["full"]) <= 1e-4
+    assert error(ranks[0]["others"]["bfloat16"], ranks[0]["bfloat16, one process"], single["full"]) <= 1e-4
 
 
 @pytest.mark.parametrize("weights", ["full", "lora"])
@@ -151,7 +151,8 @@ def test_drift_is_found_where_there_are_copies(ranks: list[dict[str, Any]], back
 
 
 def test_only_stage_3_replaces_the_linear_of_the_process(ranks: list[dict[str, Any]], backend: str) -> None:
-    """It does so for good, for rewards and the frozen base too; that the values stay is what the KL cases show."""
+    """It does so for good, for rewards and the frozen base too. In float32 the KL cases agree all the same; in BF16 it
+    rounds after the product and after the bias."""
     assert ranks[0]["linear is replaced"] == (backend == "zero3")
 
 
