@@ -160,7 +160,7 @@ class DeepSpeedZero(ShardingBackend):
         if saved != self.world.size:
             raise ConfigError(
                 f"resume=true: {directory} was written by {saved} ranks, there are {self.world.size}, and a ZeRO "
-                f"checkpoint cannot be split anew; start {saved} ranks (backend=fsdp2 resumes on any number)"
+                f"checkpoint cannot be split anew; start {saved} ranks (those of backend=fsdp2 fit any number)"
             )
         path, _ = self.engine.load_checkpoint(str(directory), tag=TAG, load_module_strict=False)
         assert path is not None, directory
@@ -181,7 +181,7 @@ class _Inject(torch.autograd.Function):
         return chain.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad_chain: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_chain: Tensor) -> tuple[Tensor, Tensor, None]:
         return grad_chain, ctx.make(), None
 
 
@@ -204,8 +204,8 @@ def import_deepspeed(device: torch.device, world: World) -> Any:
     from deepspeed.ops import __compatible_ops__
     from deepspeed.utils import logger
 
-    # Only inference uses this operator, but every start would compile it, and wait for ever at the lock of a compilation
-    # that was killed.
+    # Only inference uses this operator, but every start would compile it, and wait for ever at the lock that a killed
+    # compilation leaves behind.
     __compatible_ops__["deepspeed_shm_comm"] = False
     logger.setLevel(logging.WARNING)
     return deepspeed

@@ -43,6 +43,7 @@ def single() -> dict[str, Any]:
     return {
         "updates": zero_ranks.updates_of(world, "replicated", 2),
         "others": zero_ranks.other_updates(world, "replicated"),
+        "collectives": zero_ranks.collectives(world, "replicated"),
         "full": zero_ranks.train(config_for("replicated"), world, 0),
         "lora": zero_ranks.train(config_for("replicated", weights="lora"), world, 0),
     }
@@ -118,8 +119,16 @@ def test_known_order_gathers_a_pass_at_once(ranks: list[dict[str, Any]], backend
     assert counts.get("_allgather_base_", 0) <= (9 if backend == "zero3" else 1)
 
 
-def test_stage_3_partitions_small_parameters_too(ranks: list[dict[str, Any]], backend: str) -> None:
-    assert (ranks[0]["collectives"]["held elements"] == 0) == (backend == "zero3")
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_stage_3_partitions_small_parameters_too(ranks: list[dict[str, Any]], backend: str, schedule: str) -> None:
+    assert (ranks[0]["collectives"][schedule]["held elements"] == 0) == (backend == "zero3")
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_gradient_is_the_sum_over_ranks(ranks: list[dict[str, Any]], single: dict[str, Any], schedule: str) -> None:
+    """DeepSpeed would average; clip and Adam hide a factor."""
+    expected = single["collectives"][schedule]["grad_norm"]
+    assert ranks[0]["collectives"][schedule]["grad_norm"] == pytest.approx(expected, rel=1e-5)
 
 
 def test_gradient_that_was_not_stepped_is_forgotten(ranks: list[dict[str, Any]]) -> None:
