@@ -123,7 +123,7 @@ def everything(world: World, backend: str, folder: Path) -> dict[str, Any]:
 
 
 def collectives(world: World, backend: str) -> dict[str, Any]:
-    """Of the third update, by phase; its gradient norm; and what the module holds between rollout and reduction."""
+    """Of the third update, by phase; its gradient norm; and what the module holds after it."""
     results: dict[str, Any] = {}
     for schedule in SCHEDULES:
         engine = small_engine(config_for(backend, schedule), world=world)
@@ -133,25 +133,12 @@ def collectives(world: World, backend: str) -> dict[str, Any]:
         count_calls(engine.gradients, "_run", phases["backward"])
         count_calls(engine.backend, "reduce", phases["reduce"])
         count_calls(engine.backend, "step", phases["step"])
-        held = count_elements_at(engine)
         with phases["all"]:
             norm = engine.train_step(PROMPTS).grad_norm
         results[schedule] = {phase: dict(counter.counts) for phase, counter in phases.items()}
-        results[schedule] |= {"grad_norm": norm, "held elements": held[0]}
+        held = sum(p.numel() for p in engine.policy.module.parameters())
+        results[schedule] |= {"grad_norm": norm, "held elements": held}
     return results
-
-
-def count_elements_at(engine: Engine) -> list[int]:
-    """A list that gets the number of elements in the module's parameters when the reduction begins."""
-    counts: list[int] = []
-    original = engine.backend.reduce
-
-    def reduce(total: Tensor) -> None:
-        counts.append(sum(p.numel() for p in engine.policy.module.parameters()))
-        original(total)
-
-    engine.backend.reduce = reduce  # type: ignore[method-assign]
-    return counts
 
 
 def count_calls(owner: Any, method: str, counter: Counter) -> None:
