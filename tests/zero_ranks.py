@@ -182,6 +182,10 @@ def non_finite(world: World, backend: str) -> dict[str, Any]:
     return {"raised": raised, "unchanged": unchanged, "after": copied(engine)}
 
 
+def resume_8bit(world: World, backend: str, folder: Path) -> dict[str, Any]:
+    return resume(world, config_for(backend, optimizer={"name": "adamw_8bit"}), folder)
+
+
 def resume(world: World, config: Config, folder: Path) -> dict[str, Any]:
     """An update, a checkpoint, an update; and the second one again from the checkpoint, in another engine."""
     engine = small_engine(config, world=world)

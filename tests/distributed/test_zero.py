@@ -172,3 +172,11 @@ def test_agrees_one_by_one_and_on_four_ranks(backend: str, size: int, single: di
     for results in run_ranks(size, zero_ranks.updates_of, backend, 1, folder=tmp_path):
         for name, parameters in results.items():
             assert error(parameters, expected[name], single[name.split(",")[0]]) <= 1e-4, name
+
+
+@pytest.mark.slow
+def test_8_bit_optimizer_trains_and_resumes_to_the_bit(backend: str, tmp_path: Path) -> None:
+    """Its blocks lie differently in a partition than in a parameter, so one process is not the measure."""
+    for result in run_ranks(2, zero_ranks.resume_8bit, backend, tmp_path / "checkpoint", folder=tmp_path):
+        assert equal(result["loaded"], result["saved"])
+        assert equal(result["resumed"], result["ended"]) and not equal(result["ended"], result["saved"])
