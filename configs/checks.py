@@ -12,6 +12,7 @@ from leangrpo.configs.schema import Config
 
 # A resumed run may have another length, place, log, and rhythm of saving and looking; nothing else.
 FREE_ON_RESUME = ("updates", "resume", "out_dir", "logging", "checkpoint", "evaluation")
+ZERO = ("zero1", "zero2", "zero3")
 SHOWN = 60  # characters of a value in an error
 
 
@@ -171,8 +172,26 @@ def _check_backend(config: Config) -> Iterator[Problem]:
     if config.residency == "resharded" and backend == "replicated":
         text = "with backend=replicated parameters are always whole; use resident, or backend=fsdp2"
         yield problem("residency", config.residency, text)
-    if config.optimizer.name == "adamw_8bit" and backend != "replicated":
-        text = f"backend={backend} cannot shard its states; use adamw, or backend=replicated"
+    if config.residency == "resharded" and backend in ("zero1", "zero2"):
+        text = f"backend={backend} partitions no parameters, they are always whole; use resident, or backend=zero3"
+        yield problem("residency", config.residency, text)
+    if config.residency == "resident" and backend == "zero3":
+        text = "DeepSpeed partitions a parameter again after each use in stage 3; use resharded, or backend=zero2"
+        yield problem("residency", config.residency, text)
+    if config.sync != "every_update" and backend in ZERO:
+        text = (
+            f"backend={backend} takes one reduction per optimizer step: in stage 3 DeepSpeed writes the next gradient "
+            "over the last, in stages 1 and 2 it sums locally and reduces at the step; use every_update"
+        )
+        yield problem("sync", config.sync, text)
+    if backend == "zero3" and config.schedule == "reweight" and config.algorithm.beta > 0:
+        text = (
+            "schedule=reweight needs a second backward through a step's graph for the KL term, and DeepSpeed's stage 3 "
+            "gathers parameters for one; use schedule=native or retain, or backend=zero2 or fsdp2"
+        )
+        yield problem("algorithm.beta", config.algorithm.beta, text)
+    if config.optimizer.name == "adamw_8bit" and backend in ("fsdp2", "hsdp"):
+        text = f"backend={backend} cannot shard its states; use adamw, or backend=replicated or a zero backend"
         yield problem("optimizer.name", config.optimizer.name, text)
     if config.shard_ranks is not None and backend != "hsdp":
         text = f"has no effect with backend={backend}; leave it out, or use backend=hsdp"

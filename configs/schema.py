@@ -14,7 +14,7 @@ from pydantic.dataclasses import dataclass
 
 STRICT = ConfigDict(extra="forbid", strict=True)
 
-Backend = Literal["replicated", "fsdp2", "hsdp"]
+Backend = Literal["replicated", "fsdp2", "hsdp", "zero1", "zero2", "zero3"]
 Schedule = Literal["native", "retain", "reweight"]
 Buffers = Literal["per_sample", "streaming", "streaming_sharded"]
 BufferDtype = Literal["float32", "bfloat16"]

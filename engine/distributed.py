@@ -35,6 +35,7 @@ class World:
         rank, size, local_rank, local_size = (
             int(os.environ.get(name, default)) for name, default in zip(names, ("0", "1", "0", "0"), strict=True)
         )
+        local_size = local_size or int(os.environ.get("LOCAL_SIZE", "0"))  # as the deepspeed launcher calls it
         return cls(rank, size, local_rank, local_size or size)
 
     def any(self, flag: bool) -> bool:

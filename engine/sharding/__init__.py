@@ -6,6 +6,7 @@ from leangrpo.configs.schema import Config
 from leangrpo.engine.distributed import World
 from leangrpo.engine.policies.base import PolicyAdapter
 from leangrpo.engine.sharding.base import ShardingBackend
+from leangrpo.engine.sharding.deepspeed import DeepSpeedZero
 from leangrpo.engine.sharding.fsdp2 import FSDP2
 from leangrpo.engine.sharding.replicated import Replicated
 
@@ -13,6 +14,9 @@ BACKENDS: dict[str, Callable[[PolicyAdapter, Config, World], ShardingBackend]] =
     "replicated": Replicated,
     "fsdp2": FSDP2,
     "hsdp": FSDP2,
+    "zero1": DeepSpeedZero,
+    "zero2": DeepSpeedZero,
+    "zero3": DeepSpeedZero,
 }
 
 
