@@ -10,6 +10,7 @@ import json
 import os
 import random
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -97,7 +98,8 @@ def _load_sharded(directory: Path) -> dict[str, Tensor]:
         for key, value in metadata.items()
         if key.startswith("model.") and isinstance(value, TensorStorageMetadata)
     }
-    load_distributed(state, checkpoint_id=directory, no_dist=True)
+    with warnings.catch_warnings(action="ignore"):  # it warns that one process loads, which is meant
+        load_distributed(state, checkpoint_id=directory, no_dist=True)
     return {key.removeprefix("model."): value for key, value in state.items()}
 
 

@@ -14,7 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -27,6 +31,7 @@ from leangrpo.engine.policies.base import DTYPES, PolicyAdapter
 from leangrpo.engine.sharding.base import NonFiniteGradientError, ShardedSums, ShardingBackend, first_difference
 from leangrpo.engine.sharding.replicated import make_optimizer, refuse_other_parameters
 
+TRAINABLE = StateDictOptions(ignore_frozen_params=True, strict=False)
 IN_FLIGHT = 2
 """reduce-scatters under way at once: the next group is packed while one is on the wire"""
 
@@ -203,14 +208,8 @@ class FSDP2(ShardingBackend, ShardedSums):
 
     def load(self, directory: Path) -> None:
         state = self._state()
-        load_distributed(state, checkpoint_id=directory / "dcp")
-        set_state_dict(
-            self.module,
-            self.optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-            options=StateDictOptions(ignore_frozen_params=True, strict=False),
-        )
+        load_distributed(state, checkpoint_id=directory / "dcp")  # into the parameters themselves
+        set_optimizer_state_dict(self.module, self.optimizer, state["optimizer"], options=TRAINABLE)
 
     def drift(self) -> str:
         """Only hsdp has copies: each shard is compared with its replicas."""
@@ -220,11 +219,12 @@ class FSDP2(ShardingBackend, ShardedSums):
         return first_difference([self.names[id(p)] for p in self._sharded()], shards, self.mesh.get_group(0))
 
     def _state(self) -> dict[str, Any]:
-        """The state-dict hooks reshard every module; `begin_update` gathers again."""
-        model, optimizer = get_state_dict(
-            self.module, self.optimizer, options=StateDictOptions(ignore_frozen_params=True)
-        )
-        return {"model": model, "optimizer": optimizer}
+        """The trainable shards and the optimizer's; what was gathered is resharded, `begin_update` gathers again."""
+        for module in self.modules:
+            module.reshard()
+        shards = {self.names[id(p)]: p.detach() for p in self._sharded()}
+        optimizer = get_optimizer_state_dict(self.module, self.optimizer, options=TRAINABLE)
+        return {"model": shards, "optimizer": optimizer}
 
     def _sharded(self) -> Iterator[DTensor]:
         for group in self.groups:
