@@ -15,7 +15,7 @@ class Ledger(TorchDispatchMode):
     """Counts while it is active. `live`, `peak`: bytes of storages that were made under it and still exist."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.flops = 0
         self.live = 0
         self.peak = 0

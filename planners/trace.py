@@ -64,6 +64,7 @@ def trace_module(
         saved_bytes=tuple(of_samples for of_samples, _ in saved),
         fixed_bytes=tuple(fixed for _, fixed in saved),
         peak_bytes=tuple(peaks),
+        separable=_is_separable(module),
         shared_bytes=sum(fake.numel() * fake.element_size() for key, fake in fakes.items() if key != first),
         latent_bytes=fakes[first].numel() * 4 // batch,
     )
@@ -198,6 +199,12 @@ def _drop_gradient(parameter: Tensor) -> None:
 
 def _leaf(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _is_separable(module: nn.Module) -> bool:
+    """As the engine's capture of per-sample gradients requires it."""
+    plain = {id(p) for layer in module.modules() if type(layer) in (nn.Linear, nn.Conv2d) for p in layer.parameters()}
+    return all(id(p) in plain for p in module.parameters() if p.requires_grad)
 
 
 def _count(module: nn.Module, trainable: bool = False) -> int:

@@ -117,6 +117,9 @@ class PolicyTrace:
     """over k: saved once per step, whatever the number of samples"""
     peak_bytes: tuple[int, ...]
     """over k: most activations at one time during the forward and backward of one step of one sample"""
+    separable: bool
+    """whether all trainable parameters are of Linear and Conv2d layers, whose gradients a batched backward can keep
+    apart by sample"""
     shared_bytes: int
     """inputs that all steps share, e.g. text embeddings; counted once per prompt"""
     latent_bytes: int

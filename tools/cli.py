@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from leangrpo.configs.checks import ConfigError, check_world_size
+from leangrpo.configs.checks import ConfigError, check_trainable, check_world_size
 from leangrpo.configs.help import describe_keys
 from leangrpo.configs.loader import load_config
 
@@ -63,6 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def train(arguments: argparse.Namespace) -> int:
     """Train and say where the results are."""
     config = load_config(arguments.config, arguments.overrides)
+    check_trainable(config)
     check_world_size(config, int(os.environ.get("WORLD_SIZE", "1")))
     from leangrpo.engine.run import Run  # torch and diffusers take seconds to import: wrong input is reported before
 
