@@ -109,19 +109,19 @@ class Costs:
 
     def _pass(self, samples: int, total: float, blocks: list[float], reduced: float) -> float:
         """Through root and blocks with `blocks` FLOPs each per sample; `reduced`: seconds of reductions to hide."""
+        trace = self.trace
+        sizes = [trace.root_parameters, *(block.parameters for block in trace.blocks)]
+        trained = [trace.root_trainable, *(block.trainable for block in trace.blocks)]
         computes = [self.compute(samples * flops) for flops in (total - sum(blocks), *blocks)]
-        gathers = [0.0] * len(computes)
+        links = [reduced * size / (trace.trainable or 1) for size in trained]
         if self._gathers_in_turn:
-            sizes = [self.trace.root_parameters, *(block.parameters for block in self.trace.blocks)]
-            latency = self.hardware.collective_latency
             rate = self._volume() / self._bandwidth(self.hardware.all_gather_bandwidth)
-            gathers = [latency + size * self._precision * rate for size in sizes]
+            gathers = [self.hardware.collective_latency + size * self._precision * rate for size in sizes]
+            links = [link + gather for link, gather in zip(links, gathers, strict=True)]
             # what was gathered is split into parameters by copying, in the stream that computes
-            computes = [
-                one + self.memory(2 * size * self._precision) for one, size in zip(computes, sizes, strict=True)
-            ]
-        gathers = [one + reduced / len(gathers) for one in gathers]
-        return gathers[0] + sum(map(max, computes, [*gathers[1:], 0.0]))
+            copies = [self.memory(2 * size * self._precision) for size in sizes]
+            computes = [compute + copy for compute, copy in zip(computes, copies, strict=True)]
+        return links[0] + sum(map(max, computes, [*links[1:], 0.0]))
 
     @property
     def _whole_by_backend(self) -> bool:

@@ -80,13 +80,12 @@ def search(trace: PolicyTrace, workload: Workload, hardware: HardwareSpec, pinne
         _estimate(candidate, workload, trace, hardware, True)
         for candidate in enumerate_candidates(workload, hardware.ranks, {"schedule": "native"})
     ]
-    public = _judge(public_native(workload, hardware), workload, trace, hardware)
     best = min((one.time.total for one in natives if one.feasible), default=None)
     order = sorted(candidates, key=lambda one: (not one.feasible, one.time.total, preference(one.candidate, blocks)))
     return Plan(
         chosen=chosen,
         candidates=tuple(order),
-        public_native=public,
+        public_native=public_native(trace, workload, hardware),
         best_native_seconds=best,
         trace=trace,
         workload=workload,
@@ -95,11 +94,14 @@ def search(trace: PolicyTrace, workload: Workload, hardware: HardwareSpec, pinne
     )
 
 
-def public_native(workload: Workload, hardware: HardwareSpec) -> Candidate:
-    """Native as the public trainers run it: everything checkpointed, every backward reduced, nothing resident."""
+def public_native(trace: PolicyTrace, workload: Workload, hardware: HardwareSpec) -> Estimate:
+    """Native as the public trainers run it: one sample at a time, everything checkpointed, every backward reduced.
+
+    Full fine-tuning shards parameters (DanceGRPO); a frozen base is whole on every rank if it fits (Flow-GRPO).
+    """
     alone = hardware.ranks == 1
-    whole = alone or workload.backend in ("zero1", "zero2")
-    return Candidate(
+    whole = alone or workload.backend in ("zero1", "zero2") or workload.weights == "lora"
+    candidate = Candidate(
         schedule="native",
         buffers="per_sample",
         buffer_dtype=workload.precision,
@@ -109,6 +111,10 @@ def public_native(workload: Workload, hardware: HardwareSpec) -> Candidate:
         residency="resident" if whole else "resharded",
         samples_per_forward=1,
     )
+    judged = _judge(candidate, workload, trace, hardware)
+    if workload.weights == "lora" and judged.missing_bytes and not alone:
+        judged = _judge(replace(candidate, residency="resharded"), workload, trace, hardware)
+    return judged
 
 
 def _estimate(
