@@ -25,20 +25,26 @@ class Costs:
 
     def forward(self, samples: int) -> float:
         """Of one forward, with what it waits for parameters."""
-        trace = self.trace
-        return self._pass(samples, trace.forward_flops, [block.forward_flops for block in trace.blocks], 0.0)
+        seconds = self._forward_operators_per_flop * self.hardware.operator_seconds
+        computes = [self._busy(self.compute(samples * flops), flops * seconds) for flops in self._group_flops]
+        return self._pass(computes, 0.0)
 
     def backward(self, samples: int) -> float:
         """Of one backward: recomputation, waiting for parameters, and the gradients' way into a buffer or reduction."""
         trace, k = self.trace, self.trace.checkpointed(self.candidate.checkpointing)
         ratio = trace.backward_flops / trace.forward_flops
-        blocks = [block.forward_flops * (ratio + (index < k)) for index, block in enumerate(trace.blocks)]
-        total = trace.backward_flops + trace.recomputed_flops(k)
-        if not self.reduces_every_backward:
-            return self._pass(samples, total, blocks, 0.0) + self.accumulate(samples)
-        if self.hardware.overlaps_reduce:
-            return self._pass(samples, total, blocks, self.reduction())
-        return self._pass(samples, total, blocks, 0.0) + self.reduction()
+        again = self._forward_operators_per_flop * self.hardware.operator_seconds
+        issue = again * trace.backward_operators / trace.forward_operators
+        computes = []
+        for index, flops in enumerate(self._group_flops):
+            once_more = 0 < index <= k  # the root is never checkpointed
+            compute = self.compute(samples * flops * ratio, backward=True) + once_more * self.compute(samples * flops)
+            computes.append(self._busy(compute, flops * (issue + once_more * again)))
+        hides = self.reduces_every_backward and self.hardware.overlaps_reduce
+        passed = self._pass(computes, self.reduction() if hides else 0.0)
+        if self.reduces_every_backward:
+            return passed + (0.0 if hides else self.reduction())
+        return passed + self.accumulate(samples)
 
     @property
     def reduces_every_backward(self) -> bool:
@@ -103,16 +109,29 @@ class Costs:
         """Of `traffic` bytes read or written by element-wise operations on the device."""
         return traffic / (STREAM * self.hardware.memory_bandwidth)
 
-    def compute(self, flops: float) -> float:
+    def compute(self, flops: float, *, backward: bool = False) -> float:
         """Of `flops` operations."""
-        return flops / self.hardware.rate(self.workload.precision)
+        return flops / self.hardware.rate(self.workload.precision, backward=backward)
 
-    def _pass(self, samples: int, total: float, blocks: list[float], reduced: float) -> float:
-        """Through root and blocks with `blocks` FLOPs each per sample; `reduced`: seconds of reductions to hide."""
+    @property
+    def _group_flops(self) -> list[float]:
+        """Of a forward of one sample: the root's, and every block's."""
+        blocks = [block.forward_flops for block in self.trace.blocks]
+        return [self.trace.forward_flops - sum(blocks), *blocks]
+
+    @property
+    def _forward_operators_per_flop(self) -> float:
+        return self.trace.forward_operators / self.trace.forward_flops
+
+    def _busy(self, compute: float, issue: float) -> float:
+        """Of computing, and of issuing the operators that do it."""
+        return max(compute, issue) if self.hardware.asynchronous else compute + issue
+
+    def _pass(self, computes: list[float], reduced: float) -> float:
+        """Through root and blocks, `computes` seconds each; `reduced`: seconds of reductions to hide."""
         trace = self.trace
         sizes = [trace.root_parameters, *(block.parameters for block in trace.blocks)]
         trained = [trace.root_trainable, *(block.trainable for block in trace.blocks)]
-        computes = [self.compute(samples * flops) for flops in (total - sum(blocks), *blocks)]
         links = [reduced * size / (trace.trainable or 1) for size in trained]
         if self._gathers_in_turn:
             rate = self._volume() / self._bandwidth(self.hardware.all_gather_bandwidth)

@@ -17,6 +17,7 @@ class Ledger(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.flops = 0
+        self.operators = 0
         self.live = 0
         self.peak = 0
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -49,6 +50,7 @@ class Ledger(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         result = operator(*args, **kwargs)
+        self.operators += 1
         self.flops += count_flops(operator, args, kwargs, result)
         marked = any(storage in self._of_samples for storage in _storages((*args, *kwargs.values())))
         for storage in _storages(result if isinstance(result, tuple | list) else (result,)):

@@ -64,6 +64,8 @@ def trace_module(
         saved_bytes=tuple(of_samples for of_samples, _ in saved),
         fixed_bytes=tuple(fixed for _, fixed in saved),
         peak_bytes=tuple(peaks),
+        forward_operators=run.forward_operators,
+        backward_operators=run.ledger.operators - run.forward_operators,
         separable=_is_separable(module),
         shared_bytes=sum(fake.numel() * fake.element_size() for key, fake in fakes.items() if key != first),
         latent_bytes=fakes[first].numel() * 4 // batch,
@@ -87,7 +89,7 @@ class TraceRun:
         self.names = {block: name for name, block in shardable_blocks(module)}
         self.order: list[nn.Module] = []
         self.block_flops: dict[nn.Module, int] = {}
-        self.forward_flops = 0
+        self.forward_flops = self.forward_operators = 0
         self.tensors = {name: _fake(tensor, dtype) for name, tensor in _named_tensors(module)}
         self.saved_in: dict[nn.Module, Storages] = {module: {}}
         """saved for the backward inside of a block, or under `module` outside of all"""
@@ -104,7 +106,7 @@ class TraceRun:
         try:
             with self.ledger, torch.autograd.graph.saved_tensors_hooks(self._save, lambda saved: saved):
                 result = torch.func.functional_call(self.module, self.tensors, (), inputs)
-                self.forward_flops = self.ledger.flops
+                self.forward_flops, self.forward_operators = self.ledger.flops, self.ledger.operators
                 prediction = tree_leaves(result)[0]
                 saved_now = self.ledger.restart_peak()
                 prediction.backward(torch.empty_like(prediction))

@@ -117,6 +117,9 @@ class PolicyTrace:
     """over k: saved once per step, whatever the number of samples"""
     peak_bytes: tuple[int, ...]
     """over k: most activations at one time during the forward and backward of one step of one sample"""
+    forward_operators: int
+    """calls of torch operators in a forward: what it costs to issue them does not depend on their size"""
+    backward_operators: int
     separable: bool
     """whether all trainable parameters are of Linear and Conv2d layers, whose gradients a batched backward can keep
     apart by sample"""
@@ -157,7 +160,13 @@ class HardwareSpec:
     """data-sheet operations per second in bfloat16 with float32 accumulation, dense"""
     float32_flops: float
     efficiency: float
-    """fraction of `flops` that a transformer's forward and backward reaches"""
+    """fraction of `flops` that a transformer's forward reaches"""
+    backward_efficiency: float
+    """the same of a backward"""
+    operator_seconds: float
+    """to issue one operator"""
+    asynchronous: bool
+    """whether operators are issued while others compute, as on a GPU; else the two add up"""
     memory_bandwidth: float
     """bytes per second"""
     all_gather_bandwidth: float
@@ -191,9 +200,10 @@ class HardwareSpec:
         nodes = f"{self.nodes}x" if self.nodes > 1 else ""
         return f"{nodes}{self.ranks_per_node}x{self.name}"
 
-    def rate(self, precision: str) -> float:
-        """Sustained operations per second."""
-        return self.efficiency * (self.flops if precision == "bfloat16" else self.float32_flops)
+    def rate(self, precision: str, *, backward: bool = False) -> float:
+        """Sustained floating-point operations per second."""
+        peak = self.flops if precision == "bfloat16" else self.float32_flops
+        return peak * (self.backward_efficiency if backward else self.efficiency)
 
 
 @dataclass(frozen=True, kw_only=True)

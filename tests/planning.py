@@ -55,6 +55,8 @@ def round_trace(**changes: Any) -> PolicyTrace:
         saved_bytes=tuple(10**7 + 10**9 * (4 - k) + 10**8 * k for k in range(5)),
         fixed_bytes=(10**6,) * 5,
         peak_bytes=tuple(10**7 + 10**9 * (4 - k) + 10**8 * k + (2 * 10**8 if k < 4 else 10**9) for k in range(5)),
+        forward_operators=500,
+        backward_operators=1000,
         separable=True,
         shared_bytes=10**6,
         latent_bytes=10**5,

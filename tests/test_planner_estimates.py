@@ -14,7 +14,7 @@ from leangrpo.planners.types import Layout, OtherModel
 # M = 16 on 8 ranks: g = 8, Q = 2; 4 prompts are 4 rounds.
 SEVERAL = round_workload(group_size=16, prompts_per_update=4)
 ONE = round_workload(group_size=16, prompts_per_update=1)
-SPEC = parse_hardware("8xA100-80")
+SPEC = replace(parse_hardware("8xA100-80"), operator_seconds=0.0)
 
 
 @pytest.mark.parametrize(
@@ -165,6 +165,21 @@ def test_nodes_are_as_fast_as_the_links_between_them() -> None:
     )
     assert one < four < 1.3 * one
     assert slowest > 10 * four
+
+
+def test_issuing_operators_hides_behind_compute_on_a_gpu_only() -> None:
+    """500 operators of a forward, 1000 of a backward, 500 again where all is checkpointed but the root (4 %)."""
+    alone = replace(SPEC, ranks_per_node=1, operator_seconds=1e-3, memory_bandwidth=1e30)
+    choice = candidate(sync="every_update", residency="resident")
+    compute = 1e12 / SPEC.rate("bfloat16")
+    gpu, cpu = (
+        Costs(choice, SEVERAL, round_trace(), replace(alone, asynchronous=asynchronous))
+        for asynchronous in (True, False)
+    )
+    assert gpu.forward(1) == pytest.approx(0.5)
+    assert cpu.forward(1) == pytest.approx(0.5 + compute)
+    assert gpu.backward(1) == pytest.approx(1.0 + 0.96 * 0.5)
+    assert cpu.backward(1) == pytest.approx(1.0 + 0.96 * 0.5 + 2.96 * compute)
 
 
 def test_more_of_anything_costs_more() -> None:
