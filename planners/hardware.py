@@ -7,14 +7,30 @@ docs/planner.md.
 """
 
 import dataclasses
+import json
 import os
+import platform
 import re
+from pathlib import Path
 
 from leangrpo.configs.checks import ConfigError
 from leangrpo.configs.help import nearest
+from leangrpo.planners.model_trace import cache_folder
 from leangrpo.planners.types import HardwareSpec
 
 MIB, GIB = 2**20, 2**30
+MEASURED = (
+    "flops",
+    "float32_flops",
+    "efficiency",
+    "backward_efficiency",
+    "operator_seconds",
+    "memory_bandwidth",
+    "host_bandwidth",
+    "host_memory_bandwidth",
+    "all_gather_bandwidth",
+    "reduce_scatter_bandwidth",
+)  # what a calibration replaces
 PCIE, NVLINK = False, True
 # Assumed, not measured: a reduce-scatter through host memory adds what an all-gather only forwards. nccl-tests of both
 # agree to 3 % on NVLink (NVIDIA/nccl issue 1281); docs/planner.md says what 1.0 would change.
@@ -220,8 +236,22 @@ def _find_preset(text: str, name: str, memory: str | None) -> HardwareSpec:
     )
 
 
+def calibration_file(spec: HardwareSpec) -> Path:
+    """Where a calibration of this machine is kept."""
+    return cache_folder() / "calibrations" / f"{platform.node()}-{spec.title}.json"
+
+
 def detect_hardware(ranks: int = 1) -> HardwareSpec:
-    """This machine, with all its GPUs, or `ranks` processes that share its CPU."""
+    """This machine, with all its GPUs, or `ranks` processes that share its CPU; calibrated if it has been."""
+    spec = _detect(ranks)
+    path = calibration_file(spec)
+    if not path.is_file():
+        return spec
+    measured = json.loads(path.read_text(encoding="utf-8"))
+    return dataclasses.replace(spec, **{name: measured[name] for name in MEASURED}, source=f"{spec.source}; calibrated")
+
+
+def _detect(ranks: int) -> HardwareSpec:
     gpus = _nvidia_gpus()
     if gpus:
         name, memory = gpus[0]
