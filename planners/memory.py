@@ -68,7 +68,7 @@ def _phases(
     several, alone = Layout.of(workload, hardware.ranks).rounds > 1, hardware.ranks == 1
     accumulates = candidate.sync == "every_backward" or (candidate.sync == "every_group" and several)
     resident = _resident(candidate, workload, trace, hardware)
-    stored = _stored_transitions(workload, trace, hardware)
+    stored = _stored_transitions(candidate, workload, trace, hardware)
     fetched = max((model.bytes for model in workload.other_models if model.place == "host"), default=0)
     on_host = candidate.buffer_device == "host"
     return {
@@ -170,11 +170,14 @@ def _largest_group(trace: PolicyTrace, trainable: bool = False) -> int:
     return max([trace.root_trainable if trainable else trace.root_parameters, *sizes])
 
 
-def _stored_transitions(workload: Workload, trace: PolicyTrace, hardware: HardwareSpec) -> int:
-    """Latents before and after every selected step of all local samples, and what their steps share."""
+def _stored_transitions(candidate: Candidate, workload: Workload, trace: PolicyTrace, hardware: HardwareSpec) -> int:
+    """Latents before and after every selected step of all local samples, and what their steps share.
+
+    Native also keeps the means, which are part of the graph or gone under the other schedules.
+    """
     layout = Layout.of(workload, hardware.ranks)
-    latents = layout.samples * (workload.selected_steps + 1) * trace.latent_bytes
-    return layout.rounds * (latents + trace.shared_bytes)
+    tensors = workload.selected_steps * (2 if candidate.schedule == "native" else 1) + 1
+    return layout.rounds * (layout.samples * tensors * trace.latent_bytes + trace.shared_bytes)
 
 
 def _activations(candidate: Candidate, workload: Workload, trace: PolicyTrace, hardware: HardwareSpec) -> int:
