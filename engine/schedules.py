@@ -37,7 +37,7 @@ class Group:
 
 
 class Schedule(ABC):
-    """One way to obtain the gradient of an update; stateless between updates."""
+    """One way to obtain the gradient of an update; made anew for every update."""
 
     def __init__(self, objective: Objective, rule: AdvantageRule, group_size: int, samples_per_forward: int):
         self.objective, self.rule = objective, rule

@@ -1,6 +1,7 @@
 """The engine: one optimizer update, readable from top to bottom."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,6 +22,17 @@ from leangrpo.engine.types import StepMetrics
 from leangrpo.planners.types import Candidate
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """All groups of an update with their stored transitions, and what was counted on the way."""
+
+    groups: list[Group]
+    rewards: Tensor
+    """[P * M, K], float64 on the CPU"""
+    statistics: ReplayStatistics
+    clamped_samples: int
 
 
 class Engine:
@@ -55,7 +67,6 @@ class Engine:
             normaliser=config.algorithm.selected_steps * trained * config.prompts_per_update,
             unselected_stochastic=config.sampler.unselected == "sde",
         )
-        self.schedule = self._new_schedule()
 
     @classmethod
     def from_config(cls, config: Config) -> "Engine":
@@ -83,46 +94,53 @@ class Engine:
             )
         try:
             selected = self.algorithm.select(len(self.policy.timesteps), self._generator("selected steps"))
-            groups, rewards = self._on_policy_gradient(prompts, selected)
+            rollout = self._on_policy_gradient(prompts, selected)
             grad_norm = self.backend.step(self.gradients.take_total())
-            on_policy, off_policy = self.schedule.statistics, ReplayStatistics()
+            off_policy = ReplayStatistics()
             for _ in range(self.config.updates_per_rollout - 1):
-                self._off_policy_gradient(groups, off_policy)
+                self._off_policy_gradient(rollout.groups, off_policy)
                 self.backend.step(self.gradients.take_total())
-            metrics = self._metrics(groups, rewards, grad_norm, on_policy, off_policy)
         finally:
             self.gradients.discard()
-            self.schedule = self._new_schedule()
         self.update += 1
-        return metrics
+        return self._metrics(rollout, grad_norm, off_policy)
 
-    def _on_policy_gradient(self, prompts: Sequence[str], selected: frozenset[int]) -> tuple[list[Group], Tensor]:
-        """Roll every prompt's group out and bring its gradient into the total; also all rewards [P * M, K]."""
+    def _on_policy_gradient(self, prompts: Sequence[str], selected: frozenset[int]) -> Rollout:
+        """Roll every prompt's group out and bring its gradient into the total.
+
+        The schedule lives as long as this call: its buffers are gone before the optimizer needs memory.
+        """
+        config = self.config
+        schedule = schedule_type(self.candidate)(
+            self.objective, self.rule, config.group_size, config.samples_per_forward
+        )
         groups: list[Group] = []
         waiting: list[Group] = []
         rewards: list[Tensor] = []
         for slot, prompt in enumerate(prompts):
-            group, rewards_GK = self._sample_group(slot, prompt, selected)
-            self.schedule.group_known(group)
+            group, rewards_GK = self._sample_group(schedule, slot, prompt, selected)
+            schedule.group_known(group)
             groups.append(group)
             waiting.append(group)
             rewards.append(rewards_GK)
             if not self.rule.global_std or slot == len(prompts) - 1:
                 self._conclude(waiting)
-                self.schedule.advantages_known(waiting)
+                schedule.advantages_known(waiting)
                 waiting = []
-        return groups, torch.cat(rewards)
+        return Rollout(groups, torch.cat(rewards), schedule.statistics, schedule.clamped_samples)
 
-    def _sample_group(self, slot: int, prompt: str, selected: frozenset[int]) -> tuple[Group, Tensor]:
+    def _sample_group(
+        self, schedule: Schedule, slot: int, prompt: str, selected: frozenset[int]
+    ) -> tuple[Group, Tensor]:
         """The M generations of one prompt, `samples_per_forward` at a time, with their rewards."""
         trajectories, rewards = [], []
         batch = self.config.samples_per_forward
         for first in range(0, self.config.group_size, batch):
             noise = Noise(self.config.seed, self.update, slot, tuple(range(first, first + batch)))
-            trajectory = self.schedule.rollout(prompt, noise, selected)
+            trajectory = schedule.rollout(prompt, noise, selected)
             rewards_BK = self.rewards(trajectory.samples, [prompt] * batch)
             trajectory.terms_BK = self.rule.terms(rewards_BK)
-            self.schedule.rewards_known(trajectory)
+            schedule.rewards_known(trajectory)
             trajectories.append(trajectory)
             rewards.append(rewards_BK)
         terms_GK = torch.cat([trajectory.terms_BK for trajectory in trajectories])
@@ -141,14 +159,8 @@ class Engine:
             for trajectory in group.trajectories:
                 replay(self.objective, trajectory, group.local(group.advantages_G, trajectory), statistics)
 
-    def _metrics(
-        self,
-        groups: Sequence[Group],
-        rewards: Tensor,
-        grad_norm: float,
-        on_policy: ReplayStatistics,
-        off_policy: ReplayStatistics,
-    ) -> StepMetrics:
+    def _metrics(self, rollout: Rollout, grad_norm: float, off_policy: ReplayStatistics) -> StepMetrics:
+        groups, rewards, on_policy = rollout.groups, rollout.rewards, rollout.statistics
         total = rewards @ self.rule.reward_weights_K
         finite = total[total.isfinite()]
         return StepMetrics(
@@ -158,16 +170,12 @@ class Engine:
             grad_norm=grad_norm,
             dropped_samples=sum(int((~group.statistics.finite_G).sum()) for group in groups),
             flat_groups=sum(not group.statistics.numerators_GK.any() for group in groups),
-            clamped_samples=self.schedule.clamped_samples,
+            clamped_samples=rollout.clamped_samples,
             ratio_deviation=on_policy.ratio_deviation,
             clip_fraction=off_policy.clipped / off_policy.ratios if off_policy.ratios else 0.0,
             kl=on_policy.kl_sum / on_policy.kl_terms if on_policy.kl_terms else 0.0,
             samples=len(rewards),
         )
-
-    def _new_schedule(self) -> Schedule:
-        config = self.config
-        return schedule_type(self.candidate)(self.objective, self.rule, config.group_size, config.samples_per_forward)
 
     def _generator(self, purpose: str) -> torch.Generator:
         return generator_for(purpose, self.config.seed, self.update)

@@ -9,6 +9,7 @@ import json
 import sys
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -49,10 +50,10 @@ def words() -> list[str]:
     return [DIGIT_WORDS[label] for label in load_file(FIXTURE)["labels"].tolist()]
 
 
-def metadata_of(path: Path) -> dict[str, str]:
-    with safe_open(path, framework="pt") as file:
-        metadata: dict[str, str] = file.metadata()
-    return metadata
+def card_of(name: str, folder: Path = ASSETS) -> dict[str, Any]:
+    with safe_open(folder / f"{name}.safetensors", framework="pt") as file:
+        card: dict[str, Any] = json.loads(file.metadata()["card"])
+    return card
 
 
 def test_classifier_reward_is_the_probability_of_the_prompt(images: Tensor, words: list[str]) -> None:
@@ -93,8 +94,8 @@ def test_digits_rewards_refuse_what_they_cannot_judge(reward: RewardFunction, im
 
 
 def test_classifier_and_judge_saw_disjoint_images() -> None:
-    cards = {name: metadata_of(ASSETS / f"{name}.safetensors") for name in ("classifier", "judge")}
-    seen = {name: set(json.loads(card["train_images"])) for name, card in cards.items()}
+    cards = {name: card_of(name) for name in ("classifier", "judge")}
+    seen = {name: set(card["train_images"]) for name, card in cards.items()}
     assert len(seen["classifier"]) == len(seen["judge"]) == 2000
     assert seen["classifier"].isdisjoint(seen["judge"])
     assert (seen["classifier"] | seen["judge"]).isdisjoint(load_file(FIXTURE)["positions"].tolist())
@@ -108,7 +109,7 @@ def test_script_makes_the_packaged_judge(images: Tensor, tmp_path: Path, monkeyp
     make_digits.main()
     made, packaged = tmp_path / "judge.safetensors", ASSETS / "judge.safetensors"
     assert list(tmp_path.iterdir()) == [made]
-    assert metadata_of(made) == metadata_of(packaged)
+    assert card_of("judge", tmp_path) == card_of("judge")
     assert torch.equal(load_file(made)["centres"], load_file(packaged)["centres"])
     judge = digits.KernelJudge()
     judge.load_state_dict(load_file(made))

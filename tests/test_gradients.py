@@ -128,7 +128,7 @@ def test_a_backward_past_the_accounting_is_caught() -> None:
 
 
 def test_nothing_to_train_is_an_error() -> None:
-    with pytest.raises(ValueError, match="no trainable parameter"):
+    with pytest.raises(ConfigError, match="nothing is trainable"):
         accounting(nn.Linear(2, 2).requires_grad_(False))
 
 

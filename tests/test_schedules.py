@@ -11,7 +11,7 @@ from small import PROMPTS, brightness, small_config, small_engine
 from torch import Tensor
 
 from leangrpo.engine.schedules import Group
-from leangrpo.engine.trainer import Engine
+from leangrpo.engine.trainer import Engine, Rollout
 
 EXECUTIONS: dict[str, dict[str, Any]] = {
     "native": {"schedule": "native"},
@@ -54,12 +54,21 @@ def leave_base(engine: Engine) -> None:
     engine.backend.load(moved, optimizer_state=None)
 
 
+def roll_out(engine: Engine) -> Rollout:
+    selected = engine.algorithm.select(len(engine.policy.timesteps), engine._generator("selected steps"))
+    return engine._on_policy_gradient(PROMPTS[: engine.config.prompts_per_update], selected)
+
+
+def rewards_of(engine: Engine, rollout: Rollout) -> np.ndarray:
+    """[P, M, K]"""
+    shape = (engine.config.prompts_per_update, engine.config.group_size, len(engine.rewards.names))
+    return rollout.rewards.view(shape).numpy()
+
+
 def on_policy(engine: Engine) -> tuple[Tensor, list[Group], np.ndarray]:
     """The flat gradient of one update without its optimizer step, the groups, and rewards [P, M, K]."""
-    selected = engine.algorithm.select(len(engine.policy.timesteps), engine._generator("selected steps"))
-    groups, rewards = engine._on_policy_gradient(PROMPTS, selected)
-    shape = (len(PROMPTS), engine.config.group_size, len(engine.rewards.names))
-    return engine.gradients.take_total(), groups, rewards.view(shape).numpy()
+    rollout = roll_out(engine)
+    return engine.gradients.take_total(), rollout.groups, rewards_of(engine, rollout)
 
 
 def engine_for(workload: dict[str, Any], execution: dict[str, Any], *functions: Any, seed: int = 0) -> Engine:
@@ -79,13 +88,13 @@ def relative_error(gradient: Tensor, reference: Tensor) -> float:
 @pytest.mark.parametrize("execution", EXECUTIONS)
 def test_gradient_equals_the_float64_reference(workload: str, execution: str) -> None:
     engine = engine_for(WORKLOADS[workload], EXECUTIONS[execution])
-    gradient, groups, rewards = on_policy(engine)
-    advantages = advantages_by_hand(rewards, engine)
-    assert relative_error(gradient, reference_gradient(engine, groups, advantages)) < 1e-6
+    rollout = roll_out(engine)
+    gradient, advantages = engine.gradients.take_total(), advantages_by_hand(rewards_of(engine, rollout), engine)
+    assert relative_error(gradient, reference_gradient(engine, rollout.groups, advantages)) < 1e-6
     if "clamp" in WORKLOADS[workload].get("advantage", {}):
         assert np.isclose(np.abs(advantages), engine.config.algorithm.advantage.clamp).any()
         if "streaming" in execution:
-            assert engine.schedule.clamped_samples > 0
+            assert rollout.clamped_samples > 0
 
 
 @pytest.mark.parametrize("std", ["group", "global"])
@@ -187,12 +196,10 @@ def test_reweight_is_as_exact_as_native(precision: str, weights: str) -> None:
                 **EXECUTIONS[name],
             )
             engine = small_engine(config)
-            selected = engine.algorithm.select(5, engine._generator("selected steps"))
-            groups, rewards = engine._on_policy_gradient(["two"], selected)
+            gradient, groups, rewards = on_policy(engine)
             if reference is None:
-                by_hand = advantages_by_hand(rewards.view(1, 8, 1).numpy(), engine)
-                reference = reference_gradient(engine, groups, by_hand)
-            errors[name].append(relative_error(engine.gradients.take_total(), reference))
+                reference = reference_gradient(engine, groups, advantages_by_hand(rewards, engine))
+            errors[name].append(relative_error(gradient, reference))
     mean = {name: float(np.mean(values)) for name, values in errors.items()}
     print(precision, weights, {name: f"{value:.3g} ({value / mean['native']:.3f} x)" for name, value in mean.items()})
     assert mean["native"] < (1e-6 if precision == "float32" else 5e-2)

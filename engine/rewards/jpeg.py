@@ -1,6 +1,6 @@
 """JPEG compressibility: a reward for images that compress well, computed without any network.
 
-After Black et al., "Training Diffusion Models with Reinforcement Learning" (DDPO), section 4.1, and
+After Black et al., "Training Diffusion Models with Reinforcement Learning" (DDPO), and
 `jpeg_compressibility` in kvablack/ddpo-pytorch. That one is minus the size in kilobytes (1,000
 bytes) of a JPEG at quality 95; this one is minus the size in bytes at quality 75, Pillow's default:
 a 16-pixel image has a few hundred bytes and differences of tens, too few for kilobytes. Scale it by
