@@ -20,6 +20,8 @@ class Ledger(TorchDispatchMode):
         self.operators = 0
         self.live = 0
         self.peak = 0
+        self.uncounted_shapes: set[tuple[int, ...]] = set()
+        """results of these shapes are no activations: gradients of weights, during a backward"""
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
         self._of_samples: weakref.WeakSet[Any] = weakref.WeakSet()
         self._alive: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -52,11 +54,14 @@ class Ledger(TorchDispatchMode):
         result = operator(*args, **kwargs)
         self.operators += 1
         self.flops += count_flops(operator, args, kwargs, result)
-        marked = any(storage in self._of_samples for storage in _storages((*args, *kwargs.values())))
-        for storage in _storages(result if isinstance(result, tuple | list) else (result,)):
+        marked = any(t.untyped_storage() in self._of_samples for t in _tensors((*args, *kwargs.values())))
+        for tensor in _tensors(result if isinstance(result, tuple | list) else (result,)):
+            storage = tensor.untyped_storage()
             if marked:
                 self._of_samples.add(storage)
-            if storage not in self._known and storage not in self._alive:
+            if tuple(tensor.shape) in self.uncounted_shapes:
+                self._known.add(storage)
+            elif storage not in self._known and storage not in self._alive:
                 self._count(storage)
         return result
 
@@ -71,9 +76,9 @@ class Ledger(TorchDispatchMode):
         self.live -= size
 
 
-def _storages(values: Iterable[Any]) -> Iterable[Any]:
+def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
     for value in values:
         if isinstance(value, Tensor):
-            yield value.untyped_storage()
+            yield value
         elif isinstance(value, list | tuple):
-            yield from _storages(value)
+            yield from _tensors(value)

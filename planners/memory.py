@@ -195,9 +195,9 @@ def _activations(candidate: Candidate, workload: Workload, trace: PolicyTrace, h
 def _backward_temporaries(
     candidate: Candidate, workload: Workload, trace: PolicyTrace, hardware: HardwareSpec, resident: int
 ) -> int:
-    """Flat buffers of collectives, and gradients of blocks on their way into one."""
+    """Flat buffers of collectives, and gradients on their way into a buffer: one tensor, or a block to be reduced."""
     if hardware.ranks == 1:
-        return 0
+        return trace.gradient_bytes
     precision = BYTES[workload.precision]
     flat = 0 if resident else _largest_group(trace) * precision
     if workload.backend in ("zero1", "zero2"):
@@ -205,4 +205,5 @@ def _backward_temporaries(
     if candidate.sync == "every_backward":
         # FSDP2 holds a block's gradients until they are packed, while the block before is still being reduced
         flat += _largest_group(trace, trainable=True) * (precision + 2 * BYTES[candidate.buffer_dtype])
-    return flat
+        return flat
+    return flat + trace.gradient_bytes

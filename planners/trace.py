@@ -66,6 +66,8 @@ def trace_module(
         peak_bytes=tuple(peaks),
         forward_operators=run.forward_operators,
         backward_operators=run.ledger.operators - run.forward_operators,
+        gradient_bytes=max((p.numel() for p in module.parameters() if p.requires_grad), default=0)
+        * DTYPES[dtype].itemsize,
         separable=_is_separable(module),
         shared_bytes=sum(fake.numel() * fake.element_size() for key, fake in fakes.items() if key != first),
         latent_bytes=fakes[first].numel() * 4 // batch,
@@ -79,6 +81,15 @@ def shardable_blocks(module: nn.Module) -> list[tuple[str, nn.Module]]:
         inner = child.named_children() if isinstance(child, nn.ModuleList) else shardable_blocks(child)
         found += [(f"{name}.{key}", one) for key, one in inner if next(one.parameters(), None) is not None]
     return found
+
+
+def gradient_shapes(module: nn.Module) -> set[tuple[int, ...]]:
+    """What the gradients of trainable matrices look like, also before they are transposed.
+
+    They do not grow with the samples, so they must not count as activations; the memory model has its own term.
+    """
+    shapes = {tuple(p.shape) for p in module.parameters() if p.requires_grad and p.dim() > 1}
+    return shapes | {shape[::-1] for shape in shapes}
 
 
 class TraceRun:
@@ -109,6 +120,7 @@ class TraceRun:
                 self.forward_flops, self.forward_operators = self.ledger.flops, self.ledger.operators
                 prediction = tree_leaves(result)[0]
                 saved_now = self.ledger.restart_peak()
+                self.ledger.uncounted_shapes = gradient_shapes(self.module)
                 prediction.backward(torch.empty_like(prediction))
                 self._transient = self.ledger.peak - saved_now
         finally:
@@ -151,6 +163,7 @@ class TraceRun:
         with ledger:
             result = torch.func.functional_call(block, tensors, args, kwargs)
             outputs = [t for t in tree_leaves(result) if isinstance(t, Tensor) and t.requires_grad]
+            ledger.uncounted_shapes = gradient_shapes(block)
             torch.autograd.backward(outputs, [torch.empty_like(t) for t in outputs])
         return ledger.peak
 

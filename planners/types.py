@@ -117,6 +117,8 @@ class PolicyTrace:
     """over k: saved once per step, whatever the number of samples"""
     peak_bytes: tuple[int, ...]
     """over k: most activations at one time during the forward and backward of one step of one sample"""
+    gradient_bytes: int
+    """of the largest trainable tensor, as autograd makes it"""
     forward_operators: int
     """calls of torch operators in a forward: what it costs to issue them does not depend on their size"""
     backward_operators: int
