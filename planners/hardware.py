@@ -59,7 +59,7 @@ def _gpu(
         float32_flops=float32_tflops * 1e12,
         efficiency=efficiency,
         backward_efficiency=efficiency,
-        operator_seconds=6e-6,
+        operator_seconds=5e-6,
         asynchronous=True,
         memory_bandwidth=memory_bandwidth * 1e9,
         all_gather_bandwidth=collective_bandwidth * 1e9,

@@ -120,7 +120,7 @@ class PolicyTrace:
     gradient_bytes: int
     """of the largest trainable tensor, as autograd makes it"""
     forward_operators: int
-    """calls of torch operators in a forward: what it costs to issue them does not depend on their size"""
+    """calls of torch operators, views left out: what it costs to issue them does not depend on their size"""
     backward_operators: int
     separable: bool
     """whether all trainable parameters are of Linear and Conv2d layers, whose gradients a batched backward can keep

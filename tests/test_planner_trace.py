@@ -164,6 +164,7 @@ def test_any_module_is_traced_and_left_as_it_was() -> None:
     assert [block.parameters for block in trace.blocks] == [272, 272]
     assert (trace.parameters, trace.trainable, trace.root_trainable) == (756, 612, 68)
     assert trace.forward_flops == 5 * 2 * (8 * 16 + 2 * 16 * 16 + 16 * 4)
+    assert trace.forward_operators == 4 + 2  # addmm and relu; transposing a weight is a view
     assert trace.separable
     assert all(torch.equal(before[name], p) and p.grad is None for name, p in module.named_parameters())
     assert not any(layer._forward_hooks or layer._forward_pre_hooks for layer in module.modules())
