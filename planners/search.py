@@ -71,7 +71,7 @@ def search(trace: PolicyTrace, workload: Workload, hardware: HardwareSpec, pinne
     ]
     feasible = [one for one in candidates if one.feasible]
     if not feasible:
-        raise ConfigError(_nothing_fits(candidates, hardware))
+        raise ConfigError(_nothing_fits(candidates, workload, hardware))
     blocks = len(trace.blocks)
     fastest = min(one.time.total for one in feasible)
     tied = [one for one in feasible if one.time.total <= fastest * (1 + TIE)]
@@ -161,7 +161,7 @@ def _largest_part(memory: Any) -> str:
     return max((*parts, "temporaries", "other_models"), key=lambda name: getattr(memory, name)).replace("_", " ")
 
 
-def _nothing_fits(candidates: list[Estimate], hardware: HardwareSpec) -> str:
+def _nothing_fits(candidates: list[Estimate], workload: Workload, hardware: HardwareSpec) -> str:
     short = [one for one in candidates if one.missing_bytes]
     if not short:
         return f"nothing can be executed: {candidates[0].reason}"
@@ -170,9 +170,12 @@ def _nothing_fits(candidates: list[Estimate], hardware: HardwareSpec) -> str:
     named = f"schedule={choice.schedule} checkpointing={choice.checkpointing} residency={choice.residency}"
     if choice.schedule == "reweight":
         named += f" buffers={choice.buffers}"
+    ways = ["more ranks"] if hardware.ranks > 1 else ["several ranks"]
+    ways += ["policy.weights=lora"] if workload.weights == "full" else []
+    ways += ["optimizer.name=adamw_8bit"] if workload.weights == "full" and workload.optimizer == "adamw" else []
+    ways += ["a smaller sample"]
     return (
         f"hardware={hardware.title}: nothing fits; closest is {named} buffer_dtype={choice.buffer_dtype} "
         f"buffer_device={choice.buffer_device} sync={choice.sync}, which {closest.reason}: "
-        f"{closest.missing_bytes / GB:.1f} GB are missing; use more ranks, policy.weights=lora, "
-        "optimizer.name=adamw_8bit, or move other models to the host"
+        f"{closest.missing_bytes / GB:.1f} GB are missing; use {', '.join(ways)}"
     )
