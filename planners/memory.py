@@ -65,12 +65,10 @@ def _phases(
     copies = buffer_copies(candidate, workload, hardware.ranks)
     buffer = trace.trainable * BYTES[candidate.buffer_dtype] * (candidate.buffer_device == "device")
     gradient = MASTER * local_trainable(trace, hardware)
-    several, alone = Layout.of(workload, hardware.ranks).rounds > 1, hardware.ranks == 1
-    accumulates = candidate.sync == "every_backward" or (candidate.sync == "every_group" and several)
+    alone, accumulates = hardware.ranks == 1, _accumulates(candidate, workload, hardware)
     resident = _resident(candidate, workload, trace, hardware)
     stored = _stored_transitions(candidate, workload, trace, hardware)
     fetched = max((model.bytes for model in workload.other_models if model.place == "host"), default=0)
-    on_host = candidate.buffer_device == "host"
     return {
         "encoding or decoding": {
             "gathered_parameters": resident,
@@ -91,7 +89,7 @@ def _phases(
             "gradient_buffers": int(copies.correction * buffer),
             "gradients": gradient * (not alone),
             "activations": stored,
-            "temporaries": _largest_group(trace, trainable=True) * BYTES[candidate.buffer_dtype] * on_host,
+            "temporaries": _largest_group(trace, trainable=True) * BYTES[candidate.buffer_dtype] * (buffer == 0),
         },
         "optimizer step": {
             "gathered_parameters": resident if alone or workload.backend in ("zero1", "zero2") else 0,
@@ -101,6 +99,12 @@ def _phases(
             "activations": stored,
         },
     }
+
+
+def _accumulates(candidate: Candidate, workload: Workload, hardware: HardwareSpec) -> bool:
+    """Whether reduced gradients wait for more while backwards go on."""
+    several = Layout.of(workload, hardware.ranks).rounds > 1
+    return candidate.sync == "every_backward" or (candidate.sync == "every_group" and several)
 
 
 def buffer_copies(candidate: Candidate, workload: Workload, ranks: int) -> BufferCopies:

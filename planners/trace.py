@@ -48,15 +48,7 @@ def trace_module(
     return PolicyTrace(
         name=name or type(module).__name__,
         dtype=dtype,
-        blocks=tuple(
-            BlockTrace(
-                name=run.names[block],
-                parameters=_count(block),
-                trainable=_count(block, trainable=True),
-                forward_flops=float(run.block_flops[block]),
-            )
-            for block in run.order
-        ),
+        blocks=run.block_traces(),
         root_parameters=_count(module) - sum(map(_count, run.order)),
         root_trainable=_count(module, trainable=True) - sum(_count(block, trainable=True) for block in run.order),
         forward_flops=float(run.forward_flops),
@@ -126,6 +118,18 @@ class TraceRun:
         finally:
             for remove in removers:
                 remove()
+
+    def block_traces(self) -> tuple[BlockTrace, ...]:
+        """In the order of execution."""
+        return tuple(
+            BlockTrace(
+                name=self.names[block],
+                parameters=_count(block),
+                trainable=_count(block, trainable=True),
+                forward_flops=float(self.block_flops[block]),
+            )
+            for block in self.order
+        )
 
     def saved(self, k: int) -> tuple[int, int]:
         """Bytes of one step with the first k blocks checkpointed: of the samples, and independent of them."""
