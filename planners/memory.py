@@ -93,8 +93,7 @@ def _phases(
         },
         "optimizer step": {
             "gathered_parameters": resident if alone or workload.backend in ("zero1", "zero2") else 0,
-            # on one rank the buffer itself is read, unless it has to be cast
-            "gradient_buffers": buffer * (alone and candidate.buffer_dtype != "float32"),
+            "gradient_buffers": buffer * (alone and candidate.buffer_dtype != "float32"),  # else read as it is
             "gradients": gradient,
             "activations": stored,
         },

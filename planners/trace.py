@@ -36,15 +36,14 @@ def trace_module(
 
     `module` may be on any device, meta included; it is not changed. Parameters and floating inputs count as `dtype`
     (inputs in float32 stay). `inputs`: of one sample, that is `batch` rows (two under classifier-free guidance); only
-    their shapes are used. `latents`: the input that changes from step to step, by default the first.
+    their shapes are used. `latents`: the input that changes from step to step, the first by default.
     """
     with FakeTensorMode(allow_non_fake_inputs=True):
         run = TraceRun(module, DTYPES[dtype])
         fakes = {key: torch.empty(value.shape, dtype=value.dtype) for key, value in inputs.items()}
         run.forward_and_backward(fakes, batch)
         saved = [run.saved(k) for k in range(len(run.order) + 1)]
-        peaks = run.peaks(saved)
-    first = latents or next(iter(inputs))
+        peaks, first = run.peaks(saved), latents or next(iter(inputs))
     return PolicyTrace(
         name=name or type(module).__name__,
         dtype=dtype,
@@ -55,7 +54,7 @@ def trace_module(
         backward_flops=float(run.ledger.flops - run.forward_flops),
         saved_bytes=tuple(of_samples for of_samples, _ in saved),
         fixed_bytes=tuple(fixed for _, fixed in saved),
-        peak_bytes=tuple(peaks),
+        peak_bytes=peaks,
         forward_operators=run.forward_operators,
         backward_operators=run.ledger.operators - run.forward_operators,
         gradient_bytes=max((p.numel() for p in module.parameters() if p.requires_grad), default=0)
@@ -141,7 +140,7 @@ class TraceRun:
         sizes = [(storage.nbytes(), self.ledger.is_of_samples(storage)) for storage in kept.values()]
         return sum(size for size, marked in sizes if marked), sum(size for size, marked in sizes if not marked)
 
-    def peaks(self, saved: list[tuple[int, int]]) -> list[int]:
+    def peaks(self, saved: list[tuple[int, int]]) -> tuple[int, ...]:
         """Over k: the most activations at one time.
 
         Either when the backward begins, or while it goes through the largest checkpointed block, which has to be run
@@ -156,7 +155,7 @@ class TraceRun:
                 kept |= self.inputs_of[block]
             again = _bytes(kept) + block_peak if k else 0
             peaks.append(max(sum(saved[k]) + self._transient, again))
-        return peaks
+        return tuple(peaks)
 
     def _peak_of(self, block: nn.Module) -> int:
         """Most bytes while one block is run forward and backward by itself."""
