@@ -3,6 +3,7 @@
 from leangrpo.configs.checks import (
     ConfigError,
     check_config,
+    check_trainable,
     check_world_size,
     resume_differences,
 )
@@ -14,6 +15,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "check_config",
+    "check_trainable",
     "check_world_size",
     "describe_keys",
     "dump_config",

@@ -13,6 +13,7 @@ from leangrpo.configs.schema import Config
 # A resumed run may have another length, place, log, and rhythm of saving and looking; nothing else.
 FREE_ON_RESUME = ("updates", "resume", "out_dir", "logging", "checkpoint", "evaluation")
 ZERO = ("zero1", "zero2", "zero3")
+REWARDS = ("digits_classifier", "jpeg_compressibility")  # those that can be trained with
 SHOWN = 60  # characters of a value in an error
 
 
@@ -70,6 +71,27 @@ def find_problems(config: Config, given: Collection[str] = ()) -> list[Problem]:
     """Every impossible combination; `given`: keys whose values must not be without effect."""
     found = [one for check in CHECKS for one in check(config)]
     return found + list(_check_given(config, given))
+
+
+def check_trainable(config: Config) -> None:
+    """Raises ConfigError for what can be planned only."""
+    plan_only: dict[str, tuple[object, object]] = {
+        "policy.name": (config.policy.name, "digits"),
+        "algorithm.name": (config.algorithm.name, "flow_grpo"),
+        "sampler.guidance": (config.sampler.guidance, None),
+        "policy.height": (config.policy.height, None),
+        "policy.width": (config.policy.width, None),
+        "policy.frames": (config.policy.frames, None),
+        "policy.text_encoders": (config.policy.text_encoders, "device"),
+        "policy.vae_and_rewards": (config.policy.vae_and_rewards, "device"),
+    } | {
+        f"rewards.{n}.name": (term.name, term.name if term.name in REWARDS else "")
+        for n, term in enumerate(config.rewards)
+    }
+    for key, (value, trained) in plan_only.items():
+        if value != trained:
+            possible = " or ".join(REWARDS) if key.startswith("rewards") else show(trained).strip('"')
+            raise ConfigError(f"{key}={value}: this version trains {possible}; plan it with leangrpo plan")
 
 
 def check_world_size(config: Config, world_size: int, local_size: int) -> None:

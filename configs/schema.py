@@ -54,13 +54,31 @@ class PolicyConfig:
     """The model that is trained."""
 
     name: Annotated[
-        Literal["digits"],
-        Field(description="digits: the embedded SD3 transformer on images of 16 x 16 pixels"),
+        Literal["digits", "sd15", "sd3-medium", "sd35-medium", "flux1-dev", "wan21-1.3b", "wan21-14b", "wan22-ti2v-5b"],
+        Field(
+            description="digits: the embedded SD3 transformer on images of 16 x 16 pixels; "
+            "the others can be planned, not trained"
+        ),
     ] = "digits"
     weights: Annotated[
         Literal["lora", "full"],
         Field(description="train adapters, or every parameter of the transformer"),
     ] = "lora"
+    height: Annotated[PositiveInt | None, Field(description="height of a sample; null: the model's; unit: pixels")] = (
+        None
+    )
+    width: Annotated[PositiveInt | None, Field(description="width of a sample; null: the model's; unit: pixels")] = None
+    frames: Annotated[
+        PositiveInt | None, Field(description="length of a video, 1: an image; null: the model's; unit: frames")
+    ] = None
+    text_encoders: Annotated[
+        Literal["device", "host", "precomputed"],
+        Field(description="where text encoders wait between prompts; precomputed: embeddings are read, none is loaded"),
+    ] = "device"
+    vae_and_rewards: Annotated[
+        Literal["device", "host"],
+        Field(description="where the VAE and the models among the rewards wait between uses"),
+    ] = "device"
     lora: LoraConfig = field(default_factory=LoraConfig)
 
 
@@ -75,6 +93,10 @@ class SamplerConfig:
         Field(description="the stochastic step: of Flow-GRPO, coefficients-preserving, DanceGRPO"),
     ] = "flow_sde"
     eta: Annotated[Positive, Field(description="noise level of the stochastic step; cps: at most 1")] = 0.7
+    guidance: Annotated[
+        NonNegative | None,
+        Field(description="guidance scale; doubles the batch where it is no input of the model; null: none"),
+    ] = None
     unselected: Annotated[
         Literal["sde", "ode"],
         Field(description="steps that are not trained: with noise (sde), or Euler steps (ode)"),
@@ -111,7 +133,10 @@ class AdvantageConfig:
 class AlgorithmConfig:
     """The policy-gradient objective."""
 
-    name: Annotated[Literal["flow_grpo"], Field(description="flow_grpo: Flow-GRPO, arXiv 2505.05470")] = "flow_grpo"
+    name: Annotated[
+        Literal["flow_grpo", "dance_grpo"],
+        Field(description="flow_grpo: Flow-GRPO, arXiv 2505.05470; dance_grpo: DanceGRPO, arXiv 2505.07818, plan only"),
+    ] = "flow_grpo"
     selected_steps: Annotated[
         int, Field(description="S, trained denoising steps per trajectory, 1 to T; unit: steps")
     ] = 4
@@ -136,8 +161,11 @@ class RewardConfig:
     """One term of the reward; N counts from 0."""
 
     name: Annotated[
-        Literal["digits_classifier", "jpeg_compressibility"],
-        Field(description="probability (0 to 1) of the prompted digit; minus the JPEG size in bytes"),
+        Literal["digits_classifier", "jpeg_compressibility", "hpsv2", "pickscore", "ocr"],
+        Field(
+            description="probability (0 to 1) of the prompted digit; minus the JPEG size in bytes; the others can be "
+            "planned, not trained"
+        ),
     ]
     weight: Annotated[
         float,
@@ -241,6 +269,10 @@ class Config:
     ] = 1800
     device: Annotated[Literal["auto", "cpu", "cuda"], Field(description="auto: CUDA where there is one")] = "auto"
     threads: Annotated[PositiveInt | None, Field(description="CPU threads of torch; null: torch's choice")] = None
+    hardware: Annotated[
+        Annotated[str, Field(min_length=1)] | None,
+        Field(description="what to plan for, e.g. 8xA6000-48GB or 2x8xH100-80GB (2 nodes); null: this machine"),
+    ] = None
 
     prompts: Annotated[
         str,

@@ -63,7 +63,7 @@ MALFORMED_FILES = {
     "no list": ("rewards: {name: x}", 'rewards={"name": "x"}', "line 2", "a list of one or more: {name, weight}"),
     "empty list": ("rewards: []", "rewards=[]", "run.yaml, line 2", "a list of one or more: {name, weight}"),
     "wrong entry": ("evaluation: {metrics: [acuracy]}", "evaluation.metrics.0=", "line 2", "did you mean accuracy?"),
-    "missing in a list": ("rewards:\n- weight: 2", "rewards.0.name (", "line 3", "digits_classifier or jpeg"),
+    "missing in a list": ("rewards:\n- weight: 2", "rewards.0.name (", "line 3", "digits_classifier, jpeg"),
     "empty text": ('prompts: ""', 'prompts=""', "run.yaml, line 2", "non-empty text"),
     "duplicate": ("seed: 1\nseed: 2", "seed is there twice", "run.yaml, line 3", "run.yaml, line 2); remove one"),
     "tab": ("sampler:\n\teta: 1", "found character '\\t'", "run.yaml, line 3", "indent with spaces"),

@@ -1,4 +1,4 @@
-"""The `leangrpo` command: train, sample, plot. Mistakes of the user end with one line on stderr and exit status 2."""
+"""The `leangrpo` command: train, plan, sample, plot. A mistake of the user ends with one line on stderr, status 2."""
 
 import argparse
 import logging
@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from leangrpo.configs.checks import ConfigError, check_world_size
+from leangrpo.configs.checks import ConfigError, check_trainable, check_world_size
 from leangrpo.configs.help import describe_keys
 from leangrpo.configs.loader import load_config
 
@@ -28,6 +28,15 @@ def build_parser() -> argparse.ArgumentParser:
     train.add_argument(
         "overrides", nargs="*", metavar="key=value", help="change a key, e.g. optimizer.learning_rate=1e-3"
     )
+    plan = commands.add_parser(
+        "plan",
+        help="predict memory and time, and choose how to execute an update",
+        description="Plan a configuration: no weights, no GPU. hardware=8xA6000-48GB plans for other machines.",
+    )
+    plan.add_argument("config", metavar="CONFIG")
+    plan.add_argument("overrides", nargs="*", metavar="key=value")
+    plan.add_argument("--json", action="store_true", help="print the choice and all candidates as JSON")
+    plan.add_argument("--all", action="store_true", help="list every candidate and every rejection")
     sample = commands.add_parser("sample", help="draw images from a trained run", description="Draw images from a run.")
     sample.add_argument("run", metavar="RUN", type=Path, help="folder of a run (its out_dir)")
     sample.add_argument("--prompt", action="append", required=True, help="may be given several times")
@@ -50,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for chatty in ("bitsandbytes", "diffusers"):  # warn about kernels nobody asked for, and empty lists of modules
         logging.getLogger(chatty).setLevel(logging.ERROR)
     try:
-        return {"train": train, "sample": sample, "plot": plot}[arguments.command](arguments)
+        return {"train": train, "plan": plan, "sample": sample, "plot": plot}[arguments.command](arguments)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return MISTAKE
@@ -62,6 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def train(arguments: argparse.Namespace) -> int:
     """Train and say where the results are."""
     config = load_config(arguments.config, arguments.overrides)
+    check_trainable(config)
     # torch and diffusers take seconds to import: wrong input is reported before
     from leangrpo.engine.distributed import World, joined
     from leangrpo.engine.rewards import RewardError
@@ -91,6 +101,15 @@ def train(arguments: argparse.Namespace) -> int:
         print(f"images: {directory / 'images' / 'before.png'}, {directory / 'images' / 'after.png'}")
         print(f"curve:  {directory / 'reward_curve.png'}")
     return 0
+
+
+def plan(arguments: argparse.Namespace) -> int:
+    """Print the plan of a configuration."""
+    from leangrpo.tools.plan import plan_command
+
+    return plan_command(
+        arguments.config, arguments.overrides, hardware=None, as_json=arguments.json, show_all=arguments.all
+    )
 
 
 def sample(arguments: argparse.Namespace) -> int:

@@ -1,0 +1,129 @@
+"""Which ways there are to execute an update, and which of them are refused whatever the memory: what is not exact,
+what a backend cannot do."""
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, get_args
+
+from leangrpo.configs.schema import BufferDevice, BufferDtype, Checkpointing, Residency, Schedule, Sync
+from leangrpo.planners.types import Candidate, HardwareSpec, Layout, PolicyTrace, Workload
+
+# Gradients that may be added up in one bfloat16 buffer: with 24, rounding in the buffer doubles the error that BF16
+# compute has anyway (1.7e-2 against 7.8e-3, relative, measured on an SD3 transformer under FSDP2).
+BFLOAT16_ADDITIONS = 24
+
+# Per choice, from the simpler and more exact to the less.
+PREFERENCE: dict[str, tuple[Any, ...]] = {
+    "schedule": ("native", "retain", "reweight"),
+    "buffers": ("per_sample", "streaming", "streaming_sharded"),
+    "buffer_dtype": ("float32", "bfloat16"),
+    "buffer_device": ("device", "host"),
+    "sync": ("every_update", "every_group", "every_backward"),
+    "residency": ("resharded", "resident"),
+}
+assert set(PREFERENCE["schedule"]) == set(get_args(Schedule)) and set(PREFERENCE["sync"]) == set(get_args(Sync))
+assert set(PREFERENCE["buffer_dtype"]) == set(get_args(BufferDtype))
+assert set(PREFERENCE["buffer_device"]) == set(get_args(BufferDevice))
+assert set(PREFERENCE["residency"]) == set(get_args(Residency))
+
+
+def enumerate_candidates(workload: Workload, ranks: int, pinned: Mapping[str, Any]) -> Iterator[Candidate]:
+    """Every combination of the choices but checkpointing, which is "none" where it is not pinned.
+
+    Combinations that differ only in what has no effect appear once.
+    """
+    layout = Layout.of(workload, ranks)
+    samples = layout.samples
+    free = {**PREFERENCE, "samples_per_forward": tuple(b for b in range(1, samples + 1) if samples % b == 0)}
+    options = {name: (pinned[name],) if name in pinned else values for name, values in free.items()}
+    checkpointing: Checkpointing = pinned.get("checkpointing", "none")
+    seen = set()
+    for values in itertools.product(*options.values()):
+        choice = dict(zip(options, values, strict=True))
+        _drop_what_has_no_effect(choice, pinned, workload, ranks)
+        candidate = Candidate(**choice, checkpointing=checkpointing)
+        if candidate not in seen:
+            seen.add(candidate)
+            yield candidate
+
+
+def _drop_what_has_no_effect(choice: dict[str, Any], pinned: Mapping[str, Any], workload: Workload, ranks: int) -> None:
+    plain: dict[str, Any] = {}
+    if choice["schedule"] != "reweight":
+        plain["buffers"] = "per_sample"
+    if choice["sync"] == "every_backward" and ranks > 1:
+        plain["buffer_device"] = "device"
+    if ranks == 1:
+        plain |= {"sync": "every_update", "residency": "resident"}
+    elif workload.backend in ("zero1", "zero2"):
+        plain["residency"] = "resident"
+    elif workload.backend == "zero3":
+        plain["residency"] = "resharded"
+    if Layout.of(workload, ranks).rounds == 1 and choice["sync"] == "every_group":
+        plain["sync"] = "every_update"
+    if workload.precision == "float32":
+        plain["buffer_dtype"] = "float32"
+    choice |= {name: value for name, value in plain.items() if name not in pinned}
+
+
+def preference(candidate: Candidate, blocks: int) -> tuple[int, ...]:
+    """Smaller for the simpler and more exact."""
+    ranked = [values.index(getattr(candidate, name)) for name, values in PREFERENCE.items()]
+    checkpointed = {"none": 0, "all": blocks}.get(str(candidate.checkpointing), candidate.checkpointing)
+    return (*ranked, int(checkpointed), candidate.samples_per_forward)
+
+
+def refusal(candidate: Candidate, workload: Workload, trace: PolicyTrace, hardware: HardwareSpec) -> str:
+    """Why a candidate is out whatever memory there is; empty if it is not."""
+    ranks, lean = hardware.ranks, candidate.schedule == "reweight"
+    samples = Layout.of(workload, ranks).samples
+    streaming = lean and candidate.buffers != "per_sample"
+    if lean and candidate.sync == "every_backward":
+        return "would reduce a gradient before its sample's advantage is known, which nothing can repair"
+    if samples % candidate.samples_per_forward:
+        return f"samples_per_forward must divide the {samples} samples that a rank makes of a group"
+    if streaming and not workload.affine_advantage:
+        return "running sums need an advantage that is affine in the reward (best_of_n is not)"
+    if lean and candidate.samples_per_forward > 1 and not trace.separable:
+        return "a batched backward keeps samples apart in Linear and Conv2d layers only; others are trained too"
+    if candidate.residency == "resharded" and ranks == 1:
+        return "on one rank parameters are always whole"
+    return _backend_refusal(candidate, workload, ranks) or _rounding_refusal(candidate, workload, ranks)
+
+
+def _backend_refusal(candidate: Candidate, workload: Workload, ranks: int) -> str:
+    backend = workload.backend
+    if candidate.schedule == "reweight" and candidate.buffers == "streaming_sharded":
+        if ranks == 1:
+            return "one rank has nothing to shard"
+        if backend != "fsdp2":
+            return f"sharded running sums need backend fsdp2, not {backend}"
+    if candidate.residency == "resharded" and backend in ("zero1", "zero2"):
+        return f"{backend} keeps parameters whole"
+    if candidate.residency == "resident" and backend == "zero3":
+        return "zero3 gathers parameters for every use"
+    return ""
+
+
+def _rounding_refusal(candidate: Candidate, workload: Workload, ranks: int) -> str:
+    """Sums in bfloat16 lose what is small beside them."""
+    if candidate.buffer_dtype == "float32":
+        return ""
+    if workload.precision == "float32":
+        return "bfloat16 buffers would round gradients that are computed in float32"
+    additions = additions_per_buffer(candidate, workload, ranks)
+    if additions > BFLOAT16_ADDITIONS:
+        return f"{additions} gradients added up in one bfloat16 buffer; beyond {BFLOAT16_ADDITIONS} rounding dominates"
+    return ""
+
+
+def additions_per_buffer(candidate: Candidate, workload: Workload, ranks: int) -> int:
+    """The most backwards, or corrected gradients, that one local buffer adds up."""
+    layout = Layout.of(workload, ranks)
+    rounds = layout.rounds if candidate.sync == "every_update" else 1
+    if candidate.sync == "every_backward":
+        return 1
+    if candidate.schedule == "reweight":
+        return max(workload.selected_steps, layout.samples * rounds)
+    return workload.selected_steps * math.ceil(layout.samples / candidate.samples_per_forward) * rounds

@@ -1,0 +1,176 @@
+"""Seconds of the parts that an update is made of: a forward, a backward, a reduction, ...
+
+Compute is FLOPs over a sustained rate, plus the traffic of gradient buffers over memory bandwidth. All-gathers are
+prefetched by one block, as FSDP2 does it: while block i computes, block i + 1 is gathered, so that a pass takes the
+slower of the two at every block. Whether reduce-scatters hide behind compute is a property of the machine.
+"""
+
+from dataclasses import dataclass
+
+from leangrpo.planners.memory import local_trainable
+from leangrpo.planners.types import BYTES, Candidate, HardwareSpec, Layout, PolicyTrace, Workload
+
+STREAM = 0.9  # part of the data-sheet memory bandwidth that streaming kernels sustain
+ADAMW_TRAFFIC = 28.0  # bytes per parameter: gradient read; weight and two moments read and written, float32
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Of one candidate. Methods return seconds; `samples`: those of one forward."""
+
+    candidate: Candidate
+    workload: Workload
+    trace: PolicyTrace
+    hardware: HardwareSpec
+
+    def forward(self, samples: int) -> float:
+        """Of one forward, with what it waits for parameters."""
+        seconds = self._forward_operators_per_flop * self.hardware.operator_seconds
+        computes = [self._busy(self.compute(samples * flops), flops * seconds) for flops in self._group_flops]
+        return self._pass(computes, 0.0)
+
+    def backward(self, samples: int) -> float:
+        """Of one backward: recomputation, waiting for parameters, and the gradients' way into a buffer or reduction."""
+        trace, k = self.trace, self.trace.checkpointed(self.candidate.checkpointing)
+        ratio = trace.backward_flops / trace.forward_flops
+        again = self._forward_operators_per_flop * self.hardware.operator_seconds
+        issue = again * trace.backward_operators / trace.forward_operators
+        computes = []
+        for index, flops in enumerate(self._group_flops):
+            once_more = 0 < index <= k  # the root is never checkpointed
+            compute = self.compute(samples * flops * ratio, backward=True) + once_more * self.compute(samples * flops)
+            computes.append(self._busy(compute, flops * (issue + once_more * again)))
+        hides = self.reduces_every_backward and self.hardware.overlaps_reduce
+        passed = self._pass(computes, self.reduction() if hides else 0.0)
+        if self.reduces_every_backward:
+            return passed + (0.0 if hides else self.reduction())
+        return passed + self.accumulate(samples)
+
+    @property
+    def reduces_every_backward(self) -> bool:
+        """Whether collectives of gradients are part of the backward."""
+        return self.candidate.sync == "every_backward" and self.hardware.ranks > 1
+
+    def gather_once(self) -> float:
+        """Of gathering, after an optimizer step, everything that then stays resident."""
+        if self._gathers_in_turn or self.hardware.ranks == 1:
+            return 0.0
+        size = self.trace.trainable if self._whole_by_backend else self.trace.parameters
+        return self._collectives(size * self._precision, self.hardware.all_gather_bandwidth)
+
+    def reduction(self) -> float:
+        """Of one reduction of all trainable gradients: packing, the collectives, adding the shard to the gradient."""
+        if self.hardware.ranks == 1:
+            return 0.0
+        size = self.trace.trainable * self._buffer
+        packing = self.memory(2 * size + 3 * 4 * local_trainable(self.trace, self.hardware))
+        times = 2 if self._whole_by_backend else 1  # ZeRO 1 and 2 execute an all-reduce
+        seconds = packing + times * self._collectives(size, self.hardware.reduce_scatter_bandwidth)
+        return seconds + (size / self.hardware.host_bandwidth if self._on_host else 0.0)
+
+    def accumulate(self, samples: int) -> float:
+        """Of adding one backward's gradients to local buffers; one by one where samples are kept apart."""
+        rows = samples if self.candidate.schedule == "reweight" else 1
+        gradient, buffer = self.trace.trainable * self._precision, self.trace.trainable * self._buffer
+        if not self._on_host:
+            return self.memory(rows * (gradient + 2 * buffer))
+        moved, added = gradient / self.hardware.host_bandwidth, gradient + 2 * buffer
+        return rows * (moved + added / self.hardware.host_memory_bandwidth)
+
+    def correction(self) -> float:
+        """Of weighting the buffers of one group; under streaming_sharded with the reductions in it."""
+        if self.candidate.schedule != "reweight":
+            return 0.0
+        layout = Layout.of(self.workload, self.hardware.ranks)
+        samples, running = layout.samples, 1 + self.workload.reward_terms
+        # per_sample: read every row, add to one. streaming: per sample read and add to every running sum, zero the row;
+        # then fold the sums
+        moved = samples + 2 if self.candidate.buffers == "per_sample" else samples * (1 + 3 * running) + 3 * running
+        traffic = moved * self.trace.trainable * self._buffer
+        seconds = traffic / self.hardware.host_memory_bandwidth if self._on_host else self.memory(traffic)
+        if self.candidate.buffers == "streaming_sharded":
+            seconds += running * self.reduction() * samples / self.candidate.samples_per_forward
+        return seconds
+
+    def optimizer(self) -> float:
+        """Of one step on this rank's shard."""
+        return self.memory(ADAMW_TRAFFIC * local_trainable(self.trace, self.hardware))
+
+    def other_models(self, per: str, uses: int) -> float:
+        """Of `uses` uses of the frozen models per "prompt" or "sample"; those on the host are fetched once for all."""
+        seconds = 0.0
+        for model in self.workload.other_models:
+            if model.per == per:
+                fetched = model.bytes / self.hardware.host_bandwidth if model.place == "host" else 0.0
+                seconds += fetched + uses * self.compute(model.flops)
+        return seconds
+
+    def memory(self, traffic: float) -> float:
+        """Of `traffic` bytes read or written by element-wise operations on the device."""
+        return traffic / (STREAM * self.hardware.memory_bandwidth)
+
+    def compute(self, flops: float, *, backward: bool = False) -> float:
+        """Of `flops` operations."""
+        return flops / self.hardware.rate(self.workload.precision, backward=backward)
+
+    @property
+    def _group_flops(self) -> list[float]:
+        """Of a forward of one sample: the root's, and every block's."""
+        blocks = [block.forward_flops for block in self.trace.blocks]
+        return [self.trace.forward_flops - sum(blocks), *blocks]
+
+    @property
+    def _forward_operators_per_flop(self) -> float:
+        return self.trace.forward_operators / self.trace.forward_flops
+
+    def _busy(self, compute: float, issue: float) -> float:
+        """Of computing, and of issuing the operators that do it."""
+        return max(compute, issue) if self.hardware.asynchronous else compute + issue
+
+    def _pass(self, computes: list[float], reduced: float) -> float:
+        """Through root and blocks, `computes` seconds each; `reduced`: seconds of reductions to hide."""
+        trace = self.trace
+        sizes = [trace.root_parameters, *(block.parameters for block in trace.blocks)]
+        trained = [trace.root_trainable, *(block.trainable for block in trace.blocks)]
+        links = [reduced * size / (trace.trainable or 1) for size in trained]
+        if self._gathers_in_turn:
+            rate = self._volume() / self._bandwidth(self.hardware.all_gather_bandwidth)
+            gathers = [self.hardware.collective_latency + size * self._precision * rate for size in sizes]
+            links = [link + gather for link, gather in zip(links, gathers, strict=True)]
+            # what was gathered is split into parameters by copying, in the stream that computes
+            copies = [self.memory(2 * size * self._precision) for size in sizes]
+            computes = [compute + copy for compute, copy in zip(computes, copies, strict=True)]
+        return links[0] + sum(map(max, computes, [*links[1:], 0.0]))
+
+    @property
+    def _whole_by_backend(self) -> bool:
+        return self.workload.backend in ("zero1", "zero2")
+
+    @property
+    def _gathers_in_turn(self) -> bool:
+        return self.hardware.ranks > 1 and self.candidate.residency == "resharded" and not self._whole_by_backend
+
+    @property
+    def _on_host(self) -> bool:
+        return self.candidate.buffer_device == "host"
+
+    @property
+    def _precision(self) -> int:
+        return BYTES[self.workload.precision]
+
+    @property
+    def _buffer(self) -> int:
+        return BYTES[self.candidate.buffer_dtype]
+
+    def _volume(self) -> float:
+        """Part of the bytes that a ring moves through every rank."""
+        return (self.hardware.ranks - 1) / self.hardware.ranks
+
+    def _bandwidth(self, inside: float) -> float:
+        """A ring over several nodes is as slow as the links between them."""
+        return inside if self.hardware.nodes == 1 else min(inside, self.hardware.node_bandwidth)
+
+    def _collectives(self, size: float, bandwidth: float) -> float:
+        """Of one collective per parameter group, `size` bytes in all."""
+        latency = (len(self.trace.blocks) + 1) * self.hardware.collective_latency
+        return latency + size * self._volume() / self._bandwidth(bandwidth)

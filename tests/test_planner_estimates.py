@@ -1,0 +1,189 @@
+"""Memory and time of single candidates, against hand-computed figures of a policy made of round numbers."""
+
+from dataclasses import replace
+
+import pytest
+from planning import candidate, round_trace, round_workload
+
+from leangrpo.planners.costs import Costs
+from leangrpo.planners.hardware import parse_hardware
+from leangrpo.planners.memory import buffer_copies, estimate_memory
+from leangrpo.planners.runtime import estimate_time
+from leangrpo.planners.types import Layout, OtherModel
+
+# M = 16 on 8 ranks: g = 8, Q = 2; 4 prompts are 4 rounds.
+SEVERAL = round_workload(group_size=16, prompts_per_update=4)
+ONE = round_workload(group_size=16, prompts_per_update=1)
+SPEC = replace(parse_hardware("8xA100-80"), operator_seconds=0.0)
+
+
+@pytest.mark.parametrize(
+    "schedule, buffers, every_group, every_update",
+    [
+        ("native", "per_sample", 1, 1),
+        ("retain", "per_sample", 1, 1),
+        ("reweight", "per_sample", 2, 3),
+        ("reweight", "streaming", 3, 4),
+        ("reweight", "streaming_sharded", 1 + 2 / 8, 1 + 3 / 8),
+    ],
+)
+def test_buffer_copies(schedule: str, buffers: str, every_group: float, every_update: float) -> None:
+    for sync, workload, expected in (
+        ("every_group", SEVERAL, every_group),
+        ("every_update", SEVERAL, every_update),
+        ("every_update", ONE, every_group),
+    ):
+        copies = buffer_copies(candidate(schedule=schedule, buffers=buffers, sync=sync), workload, 8)
+        assert copies.backward == copies.correction == expected
+    if schedule != "reweight":
+        assert buffer_copies(candidate(schedule=schedule), SEVERAL, 8).backward == 0
+
+
+def test_buffers_for_kl_and_separate_rewards() -> None:
+    streaming = candidate(schedule="reweight", buffers="streaming", sync="every_update")
+    per_sample = replace(streaming, buffers="per_sample")
+    assert buffer_copies(streaming, replace(SEVERAL, reward_terms=3), 8).backward == 4 + 2
+    assert buffer_copies(per_sample, replace(SEVERAL, beta=0.1), 8).backward == 3  # straight into the total
+    assert buffer_copies(per_sample, replace(SEVERAL, beta=0.1, global_std=True), 8).backward == 4
+    assert buffer_copies(replace(per_sample, sync="every_group"), replace(SEVERAL, beta=0.1), 8).backward == 3
+
+
+def test_memory_of_native_by_component() -> None:
+    """4.1e9 parameters in BF16 on 8 ranks, everything checkpointed, every backward reduced."""
+    memory = estimate_memory(candidate(), SEVERAL, round_trace(), SPEC)
+    assert memory.phase == "backward"
+    assert memory.parameters == 4 * 4.1e9 / 8
+    assert memory.optimizer_states == 8 * 4.1e9 / 8
+    assert memory.gradients == 4 * 4.1e9 / 8
+    assert memory.gathered_parameters == 2 * 2.1e9
+    assert memory.gradient_buffers == 0
+    stored = 4 * (2 * 11 * 10**5 + 10**6)  # rounds x (samples x (S + 1 latents, S means), shared inputs)
+    assert memory.activations == round_trace().peak_bytes[4] + stored
+    assert memory.temporaries == 2e9 + 2e9 + 2 * 2e9
+    assert memory.peak + memory.margin < SPEC.memory_bytes
+
+
+def test_retain_holds_every_selected_step_of_a_group() -> None:
+    native, retain = (
+        estimate_memory(candidate(schedule=schedule), SEVERAL, round_trace(), SPEC) for schedule in ("native", "retain")
+    )
+    graph = round_trace().saved_bytes[4] + round_trace().fixed_bytes[4]
+    means = 4 * 2 * 5 * 10**5
+    assert retain.activations - native.activations + means == (5 * 2 - 1) * graph
+    waiting = estimate_memory(candidate(schedule="retain"), replace(SEVERAL, global_std=True), round_trace(), SPEC)
+    assert waiting.activations - native.activations + means == (5 * 2 * 4 - 1) * graph
+
+
+def test_residency_optimizer_and_host() -> None:
+    base = estimate_memory(candidate(), SEVERAL, round_trace(), SPEC)
+    resident = estimate_memory(candidate(residency="resident"), SEVERAL, round_trace(), SPEC)
+    assert resident.gathered_parameters == 2 * 4.1e9
+    small = estimate_memory(candidate(), replace(SEVERAL, optimizer="adamw_8bit"), round_trace(), SPEC)
+    assert small.optimizer_states == pytest.approx(base.optimizer_states / 4, rel=0.02)
+    on_host = candidate(schedule="reweight", sync="every_group", buffer_device="host")
+    hosted = estimate_memory(on_host, SEVERAL, round_trace(), SPEC)
+    assert hosted.gradient_buffers == 0
+    assert hosted.host == 2 * 2 * 4.1e9
+    encoder = OtherModel(name="text encoder", bytes=70 * 10**9, flops=0.0, per="prompt", place="host")
+    fetched = estimate_memory(candidate(), replace(SEVERAL, other_models=(encoder,)), round_trace(), SPEC)
+    assert fetched.phase == "encoding or decoding" and fetched.temporaries == encoder.bytes
+
+
+def test_one_rank_holds_everything_once() -> None:
+    alone = replace(SPEC, ranks_per_node=1)
+    choice = candidate(sync="every_update", residency="resident", buffer_dtype="float32")
+    in_float32 = estimate_memory(choice, replace(SEVERAL, precision="float32"), round_trace(dtype="float32"), alone)
+    assert (in_float32.parameters, in_float32.gathered_parameters) == (4 * 4.1e9, 0)
+    assert in_float32.gradient_buffers == 4 * 4.1e9
+    in_bfloat16 = estimate_memory(choice, SEVERAL, round_trace(), alone)
+    assert (in_bfloat16.parameters, in_bfloat16.gathered_parameters) == (4 * 4.1e9, 2 * 4.1e9)
+
+
+def test_zero_1_keeps_parameters_whole_and_has_a_bucket() -> None:
+    memory = estimate_memory(candidate(), replace(SEVERAL, backend="zero1"), round_trace(), SPEC)
+    assert memory.gathered_parameters == 2 * 4.1e9
+    assert memory.temporaries == 5e8 * 2 + 2e9 + 2 * 2e9
+
+
+def test_layout() -> None:
+    assert Layout.of(round_workload(group_size=12), 8) == Layout(ranks_per_group=4, samples=3, rounds=4)
+    assert Layout.of(SEVERAL, 8) == Layout(ranks_per_group=8, samples=2, rounds=4)
+    assert Layout.of(SEVERAL, 1) == Layout(ranks_per_group=1, samples=16, rounds=4)
+    assert Layout.of(round_workload(prompts_per_update=3, group_size=4), 8).rounds == 2
+
+
+def test_seconds_of_native_and_lean_are_counted_in_forwards_and_backwards() -> None:
+    """One rank, T = 10, S = 5, 32 forwards per step; buffers cost nothing without memory traffic."""
+    spec = replace(SPEC, ranks_per_node=1, memory_bandwidth=1e30)
+    workload = round_workload(prompts_per_update=4)
+    one = 1e12 / spec.rate("bfloat16")
+    choice = candidate(sync="every_update", residency="resident", checkpointing="none")
+    native, retain, reweight = (
+        estimate_time(replace(choice, schedule=schedule), workload, round_trace(), spec)
+        for schedule in ("native", "retain", "reweight")
+    )
+    assert native.rollout == pytest.approx(32 * 10 * one)
+    assert native.recompute == pytest.approx(32 * 5 * one)
+    assert native.backward == pytest.approx(32 * 5 * 2 * one)
+    assert retain.total == reweight.total == pytest.approx(32 * (10 + 5 * 2) * one)
+    checkpointed = estimate_time(replace(choice, checkpointing="all"), workload, round_trace(), spec)
+    assert checkpointed.backward == pytest.approx(32 * 5 * (2 + 0.96) * one)
+    half = estimate_time(replace(choice, checkpointing=2), workload, round_trace(), spec)
+    assert half.backward == pytest.approx(32 * 5 * (2 + 0.48) * one)
+
+
+def test_gathers_hide_behind_compute_or_the_other_way_round() -> None:
+    """A pass takes the slower of compute and all-gather, plus what cannot overlap."""
+    trace, workload = round_trace(), SEVERAL
+    free = replace(SPEC, memory_bandwidth=1e30, collective_latency=0.0)
+    slow_link, fast_link = (replace(free, all_gather_bandwidth=rate) for rate in (1e9, 1e15))
+    compute, gather = 1e12 / SPEC.rate("bfloat16"), 2 * 4.1e9 * 7 / 8 / 1e9
+    forward = Costs(candidate(), workload, trace, slow_link).forward(1)
+    assert forward == pytest.approx(gather + 0.24 * compute)
+    assert Costs(candidate(), workload, trace, fast_link).forward(1) == pytest.approx(compute, rel=1e-3)
+    resident = Costs(candidate(residency="resident"), workload, trace, slow_link)
+    assert resident.forward(1) == pytest.approx(compute)
+    assert resident.gather_once() == pytest.approx(gather)
+
+
+def test_reductions_are_exposed_without_nvlink_and_hidden_with_it() -> None:
+    choice, fast = candidate(residency="resident"), replace(SPEC, reduce_scatter_bandwidth=1e13)
+    exposed, hidden = (
+        Costs(choice, SEVERAL, round_trace(), replace(fast, overlaps_reduce=overlaps)) for overlaps in (False, True)
+    )
+    plain = replace(choice, sync="every_update")
+    backward = Costs(plain, SEVERAL, round_trace(), replace(SPEC, memory_bandwidth=1e30)).backward(1)
+    assert exposed.backward(1) == pytest.approx(backward + exposed.reduction(), rel=1e-3)
+    assert hidden.backward(1) < backward + 0.3 * hidden.reduction()
+
+
+def test_nodes_are_as_fast_as_the_links_between_them() -> None:
+    inside, across = parse_hardware("1x8xH100"), parse_hardware("4x8xH100")
+    slow = replace(across, node_bandwidth=1e9)
+    workload = round_workload(group_size=32)
+    one, four, slowest = (
+        Costs(candidate(), workload, round_trace(), spec).reduction() for spec in (inside, across, slow)
+    )
+    assert one < four < 1.3 * one
+    assert slowest > 10 * four
+
+
+def test_issuing_operators_hides_behind_compute_on_a_gpu_only() -> None:
+    """500 operators of a forward, 1000 of a backward, 500 again where all is checkpointed but the root (4 %)."""
+    alone = replace(SPEC, ranks_per_node=1, operator_seconds=1e-3, memory_bandwidth=1e30)
+    choice = candidate(sync="every_update", residency="resident")
+    compute = 1e12 / SPEC.rate("bfloat16")
+    gpu, cpu = (
+        Costs(choice, SEVERAL, round_trace(), replace(alone, asynchronous=asynchronous))
+        for asynchronous in (True, False)
+    )
+    assert gpu.forward(1) == pytest.approx(0.5)
+    assert cpu.forward(1) == pytest.approx(0.5 + compute)
+    assert gpu.backward(1) == pytest.approx(1.0 + 0.96 * 0.5)
+    assert cpu.backward(1) == pytest.approx(1.0 + 0.96 * 0.5 + 2.96 * compute)
+
+
+def test_more_of_anything_costs_more() -> None:
+    base = estimate_time(candidate(), SEVERAL, round_trace(), SPEC).total
+    for changes in ({"selected_steps": 6}, {"denoising_steps": 11}, {"prompts_per_update": 5}, {"beta": 0.1}):
+        assert estimate_time(candidate(), replace(SEVERAL, **changes), round_trace(), SPEC).total > base
