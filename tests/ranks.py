@@ -30,3 +30,4 @@ def _rank(rank: int, size: int, port: int, function: Callable[..., Any], args: t
     world = World(rank, size, rank, size)
     with joined(world, torch.device("cpu"), always=True, timeout_seconds=120):
         torch.save(function(world, *args), folder / f"result_{rank}.pt")
+    os._exit(0)  # as tools/train.py does: gloo's threads may outlive the group, and abort the interpreter's end

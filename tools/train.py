@@ -1,5 +1,6 @@
 """`python tools/train.py CONFIG key=value ...`: the same as `leangrpo train`, as a script that launchers can start."""
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -12,4 +13,9 @@ def without_local_rank(arguments: Sequence[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(["train", *without_local_rank(sys.argv[1:])]))
+    status = main(["train", *without_local_rank(sys.argv[1:])])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Sharding libraries keep the process group, so gloo's threads outlive it; one that lets go of a tensor while the
+    # interpreter shuts down aborts the process, and the launcher takes a finished run for a failed one.
+    os._exit(status)
