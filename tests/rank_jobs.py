@@ -9,6 +9,7 @@ from torch import Tensor
 
 from leangrpo.engine.distributed import World
 from leangrpo.engine.types import StepMetrics
+from leangrpo.planners.calibrate import measure_collectives
 from leangrpo.tools.count_collectives import count_update
 
 PROMPTS = ["one", "two", "three", "four"]
@@ -108,3 +109,8 @@ def drift(world: World, case: dict[str, Any]) -> list[str]:
         with torch.no_grad():
             parameter.view(-1)[-1] *= 1 + 2**-22
     return [*reports, engine.backend.drift()]
+
+
+def collective_bandwidths(world: World) -> tuple[float, ...]:
+    """Of all-gather and reduce-scatter, in bytes per second."""
+    return tuple(measure_collectives(torch.device("cpu")))

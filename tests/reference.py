@@ -66,8 +66,9 @@ def reference_gradient(
                     if off_policy:
                         ratio = torch.exp(log_prob - step.log_prob_B[row].double())
                         epsilon = config.algorithm.clip_range
-                        clipped = min(max(float(ratio), 1 - epsilon), 1 + epsilon)
-                        if -advantage * float(ratio) >= -advantage * clipped:  # else the clip is active: no gradient
+                        rho = float(ratio.detach())
+                        clipped = min(max(rho, 1 - epsilon), 1 + epsilon)
+                        if -advantage * rho >= -advantage * clipped:  # else the clip is active: no gradient
                             loss = loss - advantage * ratio
                     else:
                         loss = loss - advantage * log_prob

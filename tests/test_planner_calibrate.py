@@ -1,16 +1,16 @@
 """Calibration: of a policy whose speed is known, of two ranks, and that it is kept and used."""
 
-import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import rank_jobs
 import torch
-import torch.multiprocessing as multiprocessing
+from ranks import run_ranks
 from torch import Tensor, nn
 
 from leangrpo.planners import calibrate as calibration
-from leangrpo.planners.calibrate import calibrate, measure_collectives, measure_copy, measure_policy, store
+from leangrpo.planners.calibrate import calibrate, measure_copy, measure_policy, store
 from leangrpo.planners.costs import STREAM
 from leangrpo.planners.hardware import detect_hardware
 from leangrpo.planners.trace import trace_module
@@ -56,23 +56,7 @@ def test_copy_bandwidth_is_that_of_a_memory() -> None:
     assert STREAM <= 1
 
 
-def _rank(rank: int, port: int, out: str) -> None:
-    torch.set_num_threads(1)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
-    torch.save(measure_collectives(torch.device("cpu")), f"{out}/{rank}.pt")
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
-
-
-@pytest.mark.distributed
 def test_collectives_of_two_ranks(tmp_path: Path) -> None:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    multiprocessing.spawn(_rank, (port, str(tmp_path)), nprocs=2)
-    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    first, second = run_ranks(2, rank_jobs.collective_bandwidths, folder=tmp_path)
     assert first == second
     assert all(1e6 < bandwidth < 1e12 for bandwidth in first)
