@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from leangrpo.configs.schema import Config
 
 # A resumed run may have another length, place, log, and rhythm of saving and looking; nothing else.
-FREE_ON_RESUME = ("updates", "resume", "out_dir", "logging", "checkpoint", "evaluation")
+FREE_ON_RESUME = ("updates", "resume", "out_dir", "timeout", "hardware", "logging", "checkpoint", "evaluation")
 ZERO = ("zero1", "zero2", "zero3")
 REWARDS = ("digits_classifier", "jpeg_compressibility")  # those that can be trained with
 SHOWN = 60  # characters of a value in an error

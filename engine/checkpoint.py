@@ -11,25 +11,28 @@ import os
 import random
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 
+from leangrpo.configs.checks import ConfigError
 from leangrpo.engine.distributed import World
 
 FORMAT = 1
 PREFIX = "update_"
 
 
-class CheckpointError(ValueError):
+class CheckpointError(ConfigError):
     """A checkpoint is missing, incomplete or of another run; the message names its folder."""
 
 
@@ -74,20 +77,33 @@ def read_update(checkpoint: Path) -> int:
     try:
         state = json.loads((checkpoint / "state.json").read_text())
     except (OSError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"{checkpoint} is not a complete checkpoint: {error}") from None
+        raise CheckpointError(
+            f"{checkpoint}: not a complete checkpoint ({error}); remove this folder to go on from the one before it"
+        ) from None
     if state.get("format") != FORMAT:
         raise CheckpointError(f"{checkpoint} has format {state.get('format')}, this version reads format {FORMAT}")
     return int(state["update"])
 
 
-def load_parameters(checkpoint: Path) -> dict[str, Tensor]:
-    """The whole trainable parameters, whichever backend wrote them. CheckpointError if they cannot be read."""
+@contextmanager
+def readable(checkpoint: Path) -> Iterator[None]:
+    """Turns what loading damaged files raises into a CheckpointError with the way out."""
     try:
-        if (checkpoint / "dcp").is_dir():
-            return _load_sharded(checkpoint / "dcp")
-        return load_file(checkpoint / "parameters.safetensors")
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{checkpoint}: the parameters cannot be read: {error}") from None
+        yield
+    except (OSError, EOFError, RuntimeError, ValueError, KeyError, SafetensorError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        reason = " ".join(str(error).split())[:200]
+        raise CheckpointError(
+            f"{checkpoint}: cannot be used ({reason}); remove this folder to go on from the checkpoint before it"
+        ) from error
+
+
+def load_parameters(checkpoint: Path) -> dict[str, Tensor]:
+    """The whole trainable parameters, whichever backend wrote them."""
+    if (checkpoint / "dcp").is_dir():
+        return _load_sharded(checkpoint / "dcp")
+    return load_file(checkpoint / "parameters.safetensors")
 
 
 def _load_sharded(directory: Path) -> dict[str, Tensor]:

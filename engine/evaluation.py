@@ -26,7 +26,9 @@ class Evaluation:
 
 
 def diversity(images: Tensor) -> float:
-    """Standard deviation over the images of one prompt, mean over pixels, of values scaled to [-1, 1]."""
+    """Standard deviation over the images of one prompt, mean over pixels, of values scaled to [-1, 1]; NaN for one."""
+    if len(images) < 2:
+        return float("nan")
     return float((images.float() / 127.5 - 1).std(dim=0, correction=0).mean())
 
 

@@ -19,7 +19,10 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     complete = path.read_text().split("\n")[:-1]
-    return [json.loads(line) for line in complete]
+    try:
+        return [json.loads(line) for line in complete]
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path}: a line is no JSON ({error}); remove that line") from None
 
 
 class MetricsLog:

@@ -18,7 +18,11 @@ def load_prompts(source: str) -> list[str]:
     if not path.is_file():
         packaged = ", ".join(sorted(p.stem for p in PACKAGED.glob("*.txt")))
         raise ConfigError(f"prompts={source}: neither a file nor a packaged list; the packaged ones: {packaged}")
-    prompts = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"prompts={source}: cannot be read as UTF-8 text ({error}); convert the file") from None
+    prompts = [line.strip() for line in text.splitlines() if line.strip()]
     if not prompts:
         raise ConfigError(f"prompts={source}: the file has no prompt in it; write one on each line")
     return prompts

@@ -14,8 +14,7 @@ import torch
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from leangrpo.configs.checks import ConfigError, resume_differences
-from leangrpo.configs.loader import dump_config, load_config
+from leangrpo.configs.checks import ConfigError
 from leangrpo.configs.schema import Config
 from leangrpo.engine import checkpoint as checkpoints
 from leangrpo.engine.distributed import World
@@ -23,6 +22,7 @@ from leangrpo.engine.evaluation import evaluate
 from leangrpo.engine.images import save_curves, save_grid
 from leangrpo.engine.metrics import EVALUATIONS_FILE, METRICS_FILE, MetricsLog, read_lines, refuse_missing_wandb
 from leangrpo.engine.prompts import load_prompts, prompts_of_update
+from leangrpo.engine.run_folder import find_checkpoint, take
 from leangrpo.engine.trainer import Engine
 from leangrpo.engine.types import StepMetrics
 
@@ -47,20 +47,21 @@ class Run:
         self.config, self.directory = config, Path(config.out_dir)
         self.world = world or World()
         self.checkpoints = self.directory / "checkpoints"
-        latest = find_checkpoint(config)
+        self.prompts = load_prompts(config.prompts)
+        latest = find_checkpoint(config, self.prompts)
         refuse_missing_wandb(config.logging)
-        self.world.barrier()  # nobody writes before all have looked
         if config.threads is not None:
             torch.set_num_threads(config.threads)
-        self.prompts = load_prompts(config.prompts)
         self.engine = Engine.from_config(config, self.world)
         refuse_unreadable(self.prompts, self.engine)
         if latest is not None:
             resume(self.engine, latest)
         self.log: MetricsLog | None = None
+        self.world.barrier()  # nobody writes before all have looked
         if self.world.is_main:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            (self.directory / "config.yaml").write_text(dump_config(config))
+            self.lock = take(config, self.prompts)
+            if find_checkpoint(dataclasses.replace(config, resume=True), self.prompts) != latest:
+                raise ConfigError(f"out_dir={config.out_dir}: another process has trained there meanwhile; start again")
             self.log = MetricsLog(self.directory, config.logging, dataclasses.asdict(config), self.engine.update)
 
     def train(self) -> Path:
@@ -147,29 +148,6 @@ def refuse_unreadable(prompts: list[str], engine: Engine) -> None:
             raise ConfigError(f"prompts={engine.config.prompts}: {error}") from None
 
 
-def find_checkpoint(config: Config) -> Path | None:
-    """The checkpoint to start from, None for a new run.
-
-    ConfigError if `out_dir` holds a run that must not be overwritten, or one that another configuration began.
-    """
-    directory = Path(config.out_dir)
-    if not (directory / "config.yaml").exists():
-        return None
-    found = checkpoints.list_checkpoints(directory / "checkpoints")
-    if not config.resume:
-        at = f"at update {checkpoints.read_update(found[-1])}" if found else "without a checkpoint yet"
-        raise ConfigError(
-            f"out_dir={config.out_dir}: there is a run {at}; continue it with resume=true, or choose another out_dir"
-        )
-    old = load_config(str(directory / "config.yaml"))
-    for key, before, now in resume_differences(old, config):
-        raise ConfigError(
-            f"{key}={now}: the run in {config.out_dir} was begun with {before}, and a resumed run keeps it; "
-            f"set {key}={before}, or choose another out_dir"
-        )
-    return found[-1] if found else None
-
-
 def refuse_drift(engine: Engine) -> None:
     """RuntimeError if ranks that should hold the same parameters do not. Collective."""
     drifted = engine.backend.drift()
@@ -182,9 +160,10 @@ def refuse_drift(engine: Engine) -> None:
 
 def resume(engine: Engine, checkpoint: Path) -> None:
     """Bring `engine` to the state that `checkpoint` holds."""
-    engine.backend.load(checkpoint)
-    engine.update = checkpoints.read_update(checkpoint)
-    checkpoints.restore_generators(checkpoint, engine.world.rank)
+    with checkpoints.readable(checkpoint):
+        engine.backend.load(checkpoint)
+        engine.update = checkpoints.read_update(checkpoint)
+        checkpoints.restore_generators(checkpoint, engine.world.rank)
 
 
 def to_json(metrics: StepMetrics) -> dict[str, Any]:

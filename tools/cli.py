@@ -89,8 +89,8 @@ def train(arguments: argparse.Namespace) -> int:
             directory = run.train()
         except KeyboardInterrupt:
             print(
-                f"interrupted after update {run.engine.update}; continue from the last checkpoint with the same "
-                "command and resume=true",
+                f"interrupted after update {run.engine.update}; the same command with resume=true goes on from the "
+                "last checkpoint, or starts again where there is none yet",
                 file=sys.stderr,
             )
             return INTERRUPTED

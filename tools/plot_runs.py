@@ -15,6 +15,12 @@ def plot_runs(runs: Sequence[Path], out: Path) -> None:
         lines = read_lines(run / METRICS_FILE)
         if not lines:
             raise ConfigError(f"RUN={run}: no finished update in {METRICS_FILE}; give the out_dir of a run")
-        updates[run.name] = lines
-        evaluations[run.name] = read_lines(run / EVALUATIONS_FILE)
-    save_curves(updates, evaluations, out, title="")
+        name = (
+            str(run) if [other.resolve().name for other in runs].count(run.resolve().name) > 1 else run.resolve().name
+        )
+        updates[name] = lines
+        evaluations[name] = read_lines(run / EVALUATIONS_FILE)
+    try:
+        save_curves(updates, evaluations, out, title="")
+    except OSError as error:
+        raise ConfigError(f"--out={out}: cannot be written ({error.strerror}); give the name of a PNG file") from None

@@ -30,12 +30,17 @@ def sample_run(
     steps = config.evaluation.denoising_steps if steps is None else steps
     if steps < 1:
         raise ConfigError(f"--steps={steps}: at least 1 denoising step is needed")
+    if not 0 <= seed < 2**63:
+        raise ConfigError(f"--seed={seed}: use 0 to 2^63 - 1")
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"--out={out}: a file; give a folder")
     found = checkpoints.list_checkpoints(run / "checkpoints")
     if not found and not base:
         raise ConfigError(f"RUN={run}: no checkpoint yet; wait for the first, or use --base")
     engine = Engine.from_config(config)
     if not base:
-        engine.backend.load_parameters(checkpoints.load_parameters(found[-1]))
+        with checkpoints.readable(found[-1]):
+            engine.backend.load_parameters(checkpoints.load_parameters(found[-1]))
     images = {}
     for slot, prompt in enumerate(dict.fromkeys(prompts)):
         try:
