@@ -7,7 +7,7 @@ or with a global std after the last one).
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from leangrpo.engine.advantages import AdvantageRule, GroupStatistics
 from leangrpo.engine.noise import Noise
-from leangrpo.engine.policies.base import sample_trajectory
+from leangrpo.engine.policies.base import keep, sample_trajectory
 from leangrpo.engine.replay import Objective, ReplayStatistics, replay
 from leangrpo.engine.types import DenoisingStep, Trajectory
 
@@ -59,19 +59,30 @@ class Schedule(ABC):
     def advantages_known(self, groups: Sequence[Group]) -> None:
         """Divisors and advantages of `groups` are final: bring their gradient into the total."""
 
+    def _sample(
+        self,
+        prompt: str,
+        noise: Noise,
+        selected: frozenset[int],
+        on_step: Callable[[DenoisingStep], DenoisingStep] = keep,
+    ) -> Trajectory:
+        objective = self.objective
+        return sample_trajectory(
+            objective.policy,
+            prompt,
+            noise,
+            selected,
+            unselected_stochastic=objective.unselected_stochastic,
+            on_step=on_step,
+        )
+
 
 class Native(Schedule):
     """Sample without graphs and run every selected forward again: the reference."""
 
     def rollout(self, prompt: str, noise: Noise, selected: frozenset[int]) -> Trajectory:
         with torch.no_grad():
-            return sample_trajectory(
-                self.objective.policy,
-                prompt,
-                noise,
-                selected,
-                unselected_stochastic=self.objective.unselected_stochastic,
-            )
+            return self._sample(prompt, noise, selected)
 
     def advantages_known(self, groups: Sequence[Group]) -> None:
         for group in groups:
@@ -84,13 +95,7 @@ class Retain(Schedule):
     """Keep the graphs of the selected steps until the advantages are known. Bitwise equal to Native."""
 
     def rollout(self, prompt: str, noise: Noise, selected: frozenset[int]) -> Trajectory:
-        return sample_trajectory(
-            self.objective.policy,
-            prompt,
-            noise,
-            selected,
-            unselected_stochastic=self.objective.unselected_stochastic,
-        )
+        return self._sample(prompt, noise, selected)
 
     def advantages_known(self, groups: Sequence[Group]) -> None:
         for group in groups:
@@ -127,14 +132,7 @@ class Reweight(Schedule):
             step.release()
             return step
 
-        return sample_trajectory(
-            objective.policy,
-            prompt,
-            noise,
-            selected,
-            unselected_stochastic=objective.unselected_stochastic,
-            on_step=backward_now,
-        )
+        return self._sample(prompt, noise, selected, on_step=backward_now)
 
     @abstractmethod
     def _rows(self, generations: tuple[int, ...]) -> Tensor:

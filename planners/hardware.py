@@ -32,9 +32,6 @@ MEASURED = (
     "reduce_scatter_bandwidth",
 )  # what a calibration replaces
 PCIE, NVLINK = False, True
-# Assumed, not measured: a reduce-scatter through host memory adds what an all-gather only forwards. nccl-tests of both
-# agree to 3 % on NVLink (NVIDIA/nccl issue 1281); docs/planner.md says what 1.0 would change.
-PCIE_REDUCE = 0.95
 
 
 def _gpu(
@@ -63,7 +60,7 @@ def _gpu(
         asynchronous=True,
         memory_bandwidth=memory_bandwidth * 1e9,
         all_gather_bandwidth=collective_bandwidth * 1e9,
-        reduce_scatter_bandwidth=collective_bandwidth * 1e9 * (1.0 if nvlink else PCIE_REDUCE),
+        reduce_scatter_bandwidth=collective_bandwidth * 1e9,
         node_bandwidth=node_bandwidth * 1e9,
         collective_latency=30e-6,
         overlaps_reduce=nvlink,
@@ -99,7 +96,7 @@ PRESETS: dict[str, HardwareSpec] = {
             tflops=154.8,
             float32_tflops=38.7,
             memory_bandwidth=768,
-            efficiency=0.2775,
+            efficiency=0.2605,
             collective_bandwidth=9.39,
             node_bandwidth=12.5,
             nvlink=PCIE,
