@@ -1,5 +1,6 @@
 """What tests run on several ranks: importable functions, since new processes start from nothing."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ import torch
 from small import brightness, small_config, small_engine
 from torch import Tensor
 
-from leangrpo.engine.distributed import World
+from leangrpo.engine.distributed import World, joined
 from leangrpo.engine.types import StepMetrics
 from leangrpo.planners.calibrate import measure_collectives
 from leangrpo.tools.count_collectives import count_update
@@ -114,3 +115,12 @@ def drift(world: World, case: dict[str, Any]) -> list[str]:
 def collective_bandwidths(world: World) -> tuple[float, ...]:
     """Of all-gather and reduce-scatter, in bytes per second."""
     return tuple(measure_collectives(torch.device("cpu")))
+
+
+def join_and_leave(rank: int, port: int) -> None:
+    """As a worker of torchrun, whose agent holds the store."""
+    launcher = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    os.environ |= launcher
+    with joined(World(rank, 2, rank, 2), torch.device("cpu"), always=True, timeout_seconds=60):
+        pass
+    os._exit(0)
