@@ -17,7 +17,7 @@ POLL_SECONDS = 0.01
 
 
 def fresh_store(rank: int, size: int, timeout: timedelta) -> Any:
-    """The `dist.Store` that the launcher's environment (MASTER_ADDR, MASTER_PORT) names, below a prefix of this attempt.
+    """The `dist.Store` that MASTER_ADDR and MASTER_PORT name in the environment, below a prefix of this attempt.
 
     Collective. RuntimeError if a rank has not come within `timeout`.
     """

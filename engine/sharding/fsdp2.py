@@ -29,6 +29,7 @@ from leangrpo.configs.schema import Config
 from leangrpo.engine.distributed import World, reduce_scatter_sum
 from leangrpo.engine.policies.base import DTYPES, PolicyAdapter
 from leangrpo.engine.sharding.base import NonFiniteGradientError, ShardedSums, ShardingBackend, first_difference
+from leangrpo.engine.sharding.host_states import HostStates
 from leangrpo.engine.sharding.replicated import make_optimizer, refuse_other_parameters
 
 TRAINABLE = StateDictOptions(ignore_frozen_params=True, strict=False)
@@ -110,6 +111,7 @@ class FSDP2(ShardingBackend, ShardedSums):
             self.parameters += unsharded
         trainable: list[Tensor] = [p for group in self.groups for p in group.sharded]
         self.optimizer = make_optimizer(config.optimizer, trainable)
+        self.host_states = HostStates(self.optimizer) if config.optimizer.states == "host" else None
         self.trainable = trainable
         self.parameter_groups, self.trainable_parameter_groups = len(self.modules), len(self.groups)
 
@@ -205,11 +207,15 @@ class FSDP2(ShardingBackend, ShardedSums):
 
     def save(self, directory: Path) -> None:
         save_distributed(self._state(), checkpoint_id=directory / "dcp")
+        if self.host_states:
+            self.host_states.store()
 
     def load(self, directory: Path) -> None:
         state = self._state()
         load_distributed(state, checkpoint_id=directory / "dcp")  # into the parameters themselves
         set_optimizer_state_dict(self.module, self.optimizer, state["optimizer"], options=TRAINABLE)
+        if self.host_states:
+            self.host_states.loaded()
 
     def drift(self) -> str:
         """Only hsdp has copies: each shard is compared with its replicas."""

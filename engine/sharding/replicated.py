@@ -11,6 +11,7 @@ from leangrpo.configs.schema import Config, OptimizerConfig
 from leangrpo.engine.distributed import World
 from leangrpo.engine.policies.base import DTYPES, PolicyAdapter
 from leangrpo.engine.sharding.base import NonFiniteGradientError, ShardingBackend, first_difference
+from leangrpo.engine.sharding.host_states import HostStates
 
 
 def make_optimizer(config: OptimizerConfig, parameters: list[Tensor]) -> torch.optim.Optimizer:
@@ -48,6 +49,7 @@ class Replicated(ShardingBackend):
         self.parameter_groups = self.trainable_parameter_groups = 1
         self.gradient: Tensor | None = None
         self.optimizer = make_optimizer(config.optimizer, self.masters)
+        self.host_states = HostStates(self.optimizer) if config.optimizer.states == "host" else None
 
     @torch.no_grad()
     def reduce(self, total: Tensor) -> None:
@@ -89,11 +91,15 @@ class Replicated(ShardingBackend):
         if self.world.is_main:
             save_parameters(self.full_parameters(), directory)
             torch.save(self.optimizer.state_dict(), directory / "optimizer.pt")
+        if self.host_states:
+            self.host_states.store()
 
     def load(self, directory: Path) -> None:
         self.load_parameters(load_file(directory / PARAMETERS))
         state: dict[str, Any] = torch.load(directory / "optimizer.pt", map_location="cpu", weights_only=True)
         self.optimizer.load_state_dict(state)
+        if self.host_states:
+            self.host_states.loaded()
 
     def drift(self) -> str:
         return first_difference(self.names, self.masters, None) if self.world.size > 1 else ""
