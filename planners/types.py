@@ -10,7 +10,7 @@ from typing import Literal
 from leangrpo.configs.schema import BufferDevice, BufferDtype, Buffers, Checkpointing, Config, Residency, Schedule, Sync
 
 PlannedBuffers = Buffers | Literal["streaming_sharded"]
-Backend = Literal["fsdp2", "zero1", "zero2", "zero3"]
+Backend = Literal["replicated", "fsdp2", "hsdp", "zero1", "zero2", "zero3"]
 BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -74,6 +74,10 @@ class Workload:
     precision: Literal["float32", "bfloat16"] = "bfloat16"
     optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
     backend: Backend = "fsdp2"
+    shard_ranks: int | None = None
+    """hsdp: ranks that share one copy of the parameters; None: those of a node"""
+    ranks_per_prompt: int | None = None
+    """g, ranks that share a prompt; None: the greatest common divisor of M and the number of ranks"""
     other_models: tuple[OtherModel, ...] = ()
 
     def __post_init__(self) -> None:
@@ -221,8 +225,8 @@ class Layout:
 
     @classmethod
     def of(cls, workload: Workload, ranks: int) -> "Layout":
-        """g = gcd(M, R), the largest that divides both."""
-        together = math.gcd(workload.group_size, ranks)
+        """g as the workload says, or gcd(M, R), the largest that divides both."""
+        together = workload.ranks_per_prompt or math.gcd(workload.group_size, ranks)
         rounds = math.ceil(workload.prompts_per_update / (ranks // together))
         return cls(ranks_per_group=together, samples=workload.group_size // together, rounds=rounds)
 
