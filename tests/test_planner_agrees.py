@@ -47,12 +47,12 @@ def test_planner_and_engine_refuse_the_same(name: str) -> None:
     for backend in BACKENDS if auto.backend != "hsdp" else ("hsdp",):
         for ranks in RANKS:
             config = replace(auto, backend=backend)
-            spec, workload = replace(PRESETS["CPU"], ranks_per_node=ranks), workload_of(config)
+            spec, workload = replace(PRESETS["H200-141GB"], ranks_per_node=ranks), workload_of(config)
             if not accepted(config, ranks):
                 with pytest.raises(ConfigError):
                     plan(round_trace(), workload, spec)
                 continue
-            for candidate in enumerate_candidates(workload, ranks, {}):
+            for candidate in enumerate_candidates(workload, spec, {}):
                 reason = refusal(candidate, workload, round_trace(), spec)
                 if not any(words in reason for words in PLANNER_ONLY):
                     assert accepted(candidate.resolve(config), ranks) == (not reason), (backend, ranks, candidate)
@@ -65,8 +65,10 @@ def test_the_layout_is_the_engines(name: str, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(PromptGroup, "_new_group", lambda self, index: None)  # there are no other processes
     config = small_config(**({"prompts_per_update": 8} | WORKLOADS[name] | {"samples_per_forward": 1}))
     for ranks in RANKS:
+        if not accepted(config, ranks):
+            continue
         layout = Layout.of(workload_of(config), ranks)
-        for rank in range(ranks) if accepted(config, ranks) else ():
+        for rank in range(ranks):
             world, sizes = World(rank, ranks, rank, ranks), (config.group_size, config.prompts_per_update, 1)
             group = PromptGroup(world, *sizes, config.ranks_per_prompt)
             found = (group.size, len(group.generations), len(group.slots))
