@@ -1,6 +1,7 @@
 """What tests run on several ranks: importable functions, since new processes start from nothing."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,15 @@ import torch
 from small import brightness, small_config, small_engine
 from torch import Tensor
 
+import leangrpo.engine.planning
+from leangrpo.configs import Config, ConfigError
 from leangrpo.engine.distributed import World, joined
+from leangrpo.engine.planning import choose
+from leangrpo.engine.trainer import Engine
 from leangrpo.engine.types import StepMetrics
 from leangrpo.planners.calibrate import measure_collectives
+from leangrpo.planners.hardware import PRESETS
+from leangrpo.planners.types import Candidate, HardwareSpec
 from leangrpo.tools.count_collectives import count_update
 
 PROMPTS = ["one", "two", "three", "four"]
@@ -124,3 +131,25 @@ def join_and_leave(rank: int, port: int) -> None:
     with joined(World(rank, 2, rank, 2), torch.device("cpu"), always=True, timeout_seconds=60):
         pass
     os._exit(0)
+
+
+def choose_and_train(world: World, configs: list[Config]) -> list[Candidate | str]:
+    """What every rank is told to execute, or why nothing; an update is made with it.
+
+    Only rank 0 may detect hardware.
+    """
+
+    def detect(ranks: int) -> HardwareSpec:
+        assert world.rank == 0
+        return replace(PRESETS["CPU"], ranks_per_node=ranks)
+
+    leangrpo.engine.planning.detect_hardware = detect
+    answers: list[Candidate | str] = []
+    for config in configs:
+        try:
+            candidate = choose(config, world).candidate
+            Engine.from_config(candidate.resolve(config), world).train_step(["one", "two"])
+            answers.append(candidate)
+        except ConfigError as error:
+            answers.append(str(error))
+    return answers
