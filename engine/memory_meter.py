@@ -17,7 +17,7 @@ from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from leangrpo.engine.distributed import World
@@ -49,8 +49,8 @@ class MemoryMeter(StorageMeter):
 
     def __enter__(self) -> "MemoryMeter":
         engine = self.engine
-        self.label(held_by(engine.backend, engine.gradients), "temporaries")
-        self.label(held_by(engine.policy, engine.rewards), "other_models")
+        self.label(held_by(engine.backend, engine.gradients, engine.policy), "temporaries")
+        self.label(other_models(engine), "other_models")
         super().__enter__()
         self._undo.enter_context(watch_phases(engine, self._enter_phase))
         self._watch_buffers()
@@ -124,6 +124,15 @@ class MemoryMeter(StorageMeter):
         self.label(tensors, "temporaries", instead_of="activations")
         if operator.namespace == "fsdp" and "split" in operator.name():
             self.label(kwargs["out"], "gathered_parameters")
+
+
+def other_models(engine: Engine) -> Iterator[Tensor]:
+    """Parameters and buffers of all modules but the trained one, and whatever rewards hold."""
+    for value in vars(engine.policy).values():
+        if isinstance(value, nn.Module) and value is not engine.policy.module:
+            yield from value.parameters()
+            yield from value.buffers()
+    yield from held_by(engine.rewards)
 
 
 def held_by(*owners: Any) -> Iterator[Tensor]:

@@ -164,4 +164,6 @@ def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
         yield tensor
         return
     for name in flatten()[0]:
-        yield from plain_tensors(getattr(tensor, name))
+        inner = getattr(tensor, name)
+        if isinstance(inner, Tensor):  # a DTensor also names its mesh
+            yield from plain_tensors(inner)
