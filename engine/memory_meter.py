@@ -18,12 +18,11 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from leangrpo.engine.distributed import World
 from leangrpo.engine.phases import replaced, watch_phases
 from leangrpo.engine.sharding.base import ShardedSums
-from leangrpo.engine.storage_meter import StorageMeter
+from leangrpo.engine.storage_meter import StorageMeter, tensors_in
 from leangrpo.engine.trainer import Engine
 from leangrpo.planners.memory import COMPONENTS
 
@@ -49,8 +48,9 @@ class MemoryMeter(StorageMeter):
 
     def __enter__(self) -> "MemoryMeter":
         engine = self.engine
-        self.label(held_by(engine.backend, engine.gradients, engine.policy), "temporaries")
-        self.label(other_models(engine), "other_models")
+        self.label(held_by(engine.policy, engine.rewards), "other_models")
+        self.label(held_by(engine.backend, engine.gradients), "temporaries")
+        self.label(other_models(engine), "other_models")  # again: a sharded base is the backend's too
         super().__enter__()
         self._undo.enter_context(watch_phases(engine, self._enter_phase))
         self._watch_buffers()
@@ -120,19 +120,17 @@ class MemoryMeter(StorageMeter):
 
     def _collective(self, operator: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         """Flat buffers are temporaries, what FSDP2 unpacks them into are gathered parameters."""
-        tensors = [value for value in tree_leaves((args, result)) if isinstance(value, Tensor)]
-        self.label(tensors, "temporaries", instead_of="activations")
+        self.label(tensors_in((*args, result)), "temporaries", instead_of="activations")
         if operator.namespace == "fsdp" and "split" in operator.name():
             self.label(kwargs["out"], "gathered_parameters")
 
 
 def other_models(engine: Engine) -> Iterator[Tensor]:
-    """Parameters and buffers of all modules but the trained one, and whatever rewards hold."""
+    """Parameters and buffers of the policy's modules but the trained one."""
     for value in vars(engine.policy).values():
         if isinstance(value, nn.Module) and value is not engine.policy.module:
             yield from value.parameters()
             yield from value.buffers()
-    yield from held_by(engine.rewards)
 
 
 def held_by(*owners: Any) -> Iterator[Tensor]:

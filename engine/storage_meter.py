@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 
 class _Live(weakref.ref[torch.UntypedStorage]):
@@ -107,9 +106,9 @@ class StorageMeter(TorchDispatchMode):
         if any(hasattr(one, "__tensor_flatten__") for one in types):
             return NotImplemented  # a tensor of tensors: its own operators follow
         result = operator(*args, **(kwargs or {}))
-        for value in tree_leaves((result, args, kwargs)):
-            if isinstance(value, Tensor) and not hasattr(value, "__tensor_flatten__"):
-                self._see(value.untyped_storage())
+        for tensor in tensors_in((result, *args, *(kwargs or {}).values())):
+            for plain in plain_tensors(tensor):
+                self._see(plain.untyped_storage())
         return result
 
     def _see(self, storage: torch.UntypedStorage) -> None:
@@ -155,6 +154,15 @@ class StorageMeter(TorchDispatchMode):
         if self._is_record:
             self.ask_owners()
             self.peak, self._is_record = dict(self._held), False
+
+
+def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    """All tensors of an operator's arguments or results."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from tensors_in(value)
 
 
 def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
