@@ -51,8 +51,8 @@ class MemoryMeter(StorageMeter):
         self.label(held_by(engine.policy, engine.rewards), "other_models")
         self.label(held_by(engine.backend, engine.gradients), "temporaries")
         self.label(other_models(engine), "other_models")  # again: a sharded base is the backend's too
-        super().__enter__()
         self._undo.enter_context(watch_phases(engine, self._enter_phase))
+        super().__enter__()
         self._watch_buffers()
         for parameter in engine.backend.parameters:
             self._undo.callback(parameter.register_hook(self._weight_gradient).remove)

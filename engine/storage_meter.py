@@ -84,7 +84,12 @@ class StorageMeter(TorchDispatchMode):
                     live.component = component
 
     def __enter__(self) -> Any:
+        """What is already labelled exists; the peak is that of what follows."""
+        self.ask_owners()
         self._start = time.perf_counter()
+        self.peaks_of = dict(self._held)
+        if self.timeline is not None:
+            self.timeline = [(0.0, self.phase, tuple(self._held.values()))]
         self._resize = original = torch.UntypedStorage.resize_
 
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:  # FSDP2 frees and allocates with it
