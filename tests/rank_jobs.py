@@ -12,6 +12,7 @@ from torch import Tensor
 import leangrpo.engine.planning
 from leangrpo.configs import Config, ConfigError
 from leangrpo.engine.distributed import World, joined
+from leangrpo.engine.memory_meter import MemoryMeter
 from leangrpo.engine.planning import choose
 from leangrpo.engine.trainer import Engine
 from leangrpo.engine.types import StepMetrics
@@ -38,6 +39,17 @@ def train(world: World, cases: list[dict[str, Any]], updates: int = 3) -> list[O
 def collectives(world: World, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What `count_update` sees of each case."""
     return [count_update(small_engine(small_config(**case), world=world), PROMPTS) for case in cases]
+
+
+def gradient_buffers(world: World, cases: list[dict[str, Any]]) -> list[float]:
+    """The most that gradient buffers took in one update of each case, in copies of the trainable parameters."""
+    copies = []
+    for case in cases:
+        engine = small_engine(small_config(**case), world=world)
+        with MemoryMeter(engine) as meter:
+            engine.train_step(PROMPTS[: case["prompts_per_update"]])
+        copies.append(meter.peaks_of["gradient_buffers"] / (4 * engine.gradients.numel))
+    return copies
 
 
 def failing_reward(images: Tensor, prompts: list[str]) -> Tensor:
@@ -124,15 +136,6 @@ def collective_bandwidths(world: World) -> tuple[float, ...]:
     return tuple(measure_collectives(torch.device("cpu")))
 
 
-def join_and_leave(rank: int, port: int) -> None:
-    """As a worker of torchrun, whose agent holds the store."""
-    launcher = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    os.environ |= launcher
-    with joined(World(rank, 2, rank, 2), torch.device("cpu"), always=True, timeout_seconds=60):
-        pass
-    os._exit(0)
-
-
 def choose_and_train(world: World, configs: list[Config]) -> list[Candidate | str]:
     """What every rank is told to execute, or why nothing; an update is made with it.
 
@@ -153,3 +156,12 @@ def choose_and_train(world: World, configs: list[Config]) -> list[Candidate | st
         except ConfigError as error:
             answers.append(str(error))
     return answers
+
+
+def join_and_leave(rank: int, port: int) -> None:
+    """As a worker of torchrun, whose agent holds the store."""
+    launcher = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    os.environ |= launcher
+    with joined(World(rank, 2, rank, 2), torch.device("cpu"), always=True, timeout_seconds=60):
+        pass
+    os._exit(0)

@@ -1,0 +1,34 @@
+"""What gradient buffers take on each of two ranks, as the group grows: the promise of the running sums, measured."""
+
+from pathlib import Path
+
+import pytest
+import rank_jobs
+from ranks import run_ranks
+
+pytestmark = pytest.mark.distributed
+
+UPDATES = ((1, 1), (2, 1), (4, 1), (8, 1), (8, 2))
+"""samples of a prompt on one rank, M/R, and prompts"""
+FORMS = ("streaming", "streaming_sharded", "per_sample")
+
+
+def test_running_sums_are_constant_and_one_buffer_per_sample_grows(tmp_path: Path) -> None:
+    cases = [
+        {
+            "backend": "fsdp2",
+            "buffers": buffers,
+            "samples_per_forward": 1,
+            "group_size": 2 * samples,
+            "prompts_per_update": prompts,
+            "sampler": {"denoising_steps": 2},
+            "algorithm": {"selected_steps": 1},
+        }
+        for buffers in FORMS
+        for samples, prompts in UPDATES
+    ]
+    for copies in run_ranks(2, rank_jobs.gradient_buffers, cases, folder=tmp_path):
+        streaming, sharded, per_sample = (copies[first : first + len(UPDATES)] for first in (0, 5, 10))
+        assert streaming == [4] * len(UPDATES)  # one sample, sums 0 and 1, the total
+        assert sharded == [2] * len(UPDATES)  # one sample, half of sums 0 and 1 each
+        assert per_sample == [samples + 1 for samples, _ in UPDATES]  # and the total
