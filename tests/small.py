@@ -128,5 +128,5 @@ def reference_of(engine: Engine, groups: list[Group], advantages: np.ndarray, *,
     ]
     parameters = engine.backend.full_parameters()
     policy = float64_policy(small_policy(engine.config), parameters, DTYPES[engine.config.precision])
-    gradients = reference_gradient(policy, engine.config, steps, advantages, off_policy=off_policy)
+    gradients = reference_gradient(policy, engine.config, steps, advantages, off_policy=off_policy).gradients
     return torch.cat([gradients[name].flatten() for name in parameters])

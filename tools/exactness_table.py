@@ -11,8 +11,8 @@ import torch
 
 from leangrpo.tools.gradient_cells import Cell
 
-HEADERS = ("backend", "schedule", "1 - cos", "rel. L2", "max abs", "x Native", "bits")
-WIDTHS = (12, 20, 10, 10, 10, 11, 7)
+HEADERS = ("backend", "schedule", "1 - cos", "rel. L2", "max abs", "units", "x Native", "bits")
+WIDTHS = (12, 19, 9, 9, 9, 8, 10, 4)
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,8 @@ class Comparison:
     relative_l2: float = math.nan
     """norm of the difference over the norm of the reference"""
     max_abs: float = math.nan
+    units: float = math.nan
+    """relative_l2 in units of the epsilon of the cell's arithmetic times the condition of the gradient"""
     times_native: float = math.nan
     """relative_l2 over Native's"""
     equals_native: bool = False
@@ -50,7 +52,8 @@ def as_text(results: list[Comparison], ranks: int) -> str:
         lines += ["", problem, "".join(h.ljust(w) for h, w in zip(HEADERS, WIDTHS, strict=True)).rstrip()]
         for one in group:
             lines.append("".join(c.ljust(w) for c, w in zip(_row(one, reasons), WIDTHS, strict=True)).rstrip())
-    lines += ["", "x Native: relative L2 over native's; bits: = native's to the bit, ! outside of the limits"]
+    lines += ["", "units: rel. L2 over (epsilon x condition); x Native: rel. L2 over native's;"]
+    lines += ["bits: = native's to the bit, ! outside of the limits"]
     for reason, number in reasons.items():
         lines += textwrap.wrap(f"[{number}] {reason}", 80, subsequent_indent="    ")
     return "\n".join(lines)
@@ -94,7 +97,7 @@ def _reasons(results: list[Comparison]) -> dict[str, int]:
 def _row(one: Comparison, reasons: dict[str, int]) -> list[str]:
     row = [one.cell.backend, one.cell.execution]
     if one.refused:
-        return [*row, f"refused [{reasons[one.refused]}]", "", "", "", ""]
+        return [*row, f"refused [{reasons[one.refused]}]", "", "", "", "", ""]
     numbers = [f"{value:.1e}" for value in (one.cosine_distance, one.relative_l2, one.max_abs)]
     marks = ("=" if one.equals_native else "") + ("" if one.is_exact else " !")
-    return [*row, *numbers, f"{one.times_native:.2f}", marks]
+    return [*row, *numbers, f"{one.units:.2f}", f"{one.times_native:.2f}", marks]

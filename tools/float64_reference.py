@@ -33,6 +33,16 @@ class StoredStep:
     """of the rollout; used off-policy only"""
 
 
+@dataclass(frozen=True)
+class Reference:
+    """A gradient in float64, by parameter, and how much of its terms cancels."""
+
+    gradients: dict[str, Tensor]
+    condition: float
+    """sum of the norms of its terms, one per sample and step, over the norm of their sum: what a relative rounding
+    error of each term becomes, at worst, in the gradient"""
+
+
 def float64_policy(
     policy: FlowMatchingPolicy, parameters: dict[str, Tensor], rounded_to: torch.dtype
 ) -> FlowMatchingPolicy:
@@ -82,7 +92,7 @@ def reference_gradient(
     advantages: np.ndarray,
     *,
     off_policy: bool = False,
-) -> dict[str, Tensor]:
+) -> Reference:
     """Gradient of the loss with `advantages` [P, M] over `steps`, of each trainable parameter, by name.
 
     `policy`: from `float64_policy`. On-policy the loss is -A log_prob; `off_policy`, max(-A rho, -A clip(rho)) against
@@ -91,16 +101,21 @@ def reference_gradient(
     samples = config.algorithm.advantage.best_of_n or config.group_size
     normaliser = config.algorithm.selected_steps * samples * config.prompts_per_update
     named = {name: p for name, p in policy.module.named_parameters() if p.requires_grad}
-    total = {name: torch.zeros_like(p) for name, p in named.items()}
+    total, norms = {name: torch.zeros_like(p) for name, p in named.items()}, 0.0
     for step in steps:
         loss = _loss(policy, config, step, float(advantages[step.slot, step.generation]), off_policy)
         if not loss.requires_grad:
             continue
         gradients = torch.autograd.grad(loss / normaliser, list(named.values()), allow_unused=True)
-        for name, gradient in zip(named, gradients, strict=True):
-            if gradient is not None:
-                total[name] += gradient
-    return total
+        term = {name: g for name, g in zip(named, gradients, strict=True) if g is not None}
+        norms += _norm(term)
+        for name, gradient in term.items():
+            total[name] += gradient
+    return Reference(total, norms / _norm(total) if norms else 1.0)
+
+
+def _norm(gradients: dict[str, Tensor]) -> float:
+    return math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients.values()))
 
 
 def _loss(policy: FlowMatchingPolicy, config: Config, step: StoredStep, advantage: float, off_policy: bool) -> Tensor:
