@@ -11,7 +11,6 @@ outside of the limits (docs/exactness.md).
 
 import argparse
 import json
-import logging
 import os
 import subprocess
 import sys
@@ -181,8 +180,6 @@ def parse(argv: Sequence[str] | None) -> tuple[Config, list[Cell], argparse.Name
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table; 1 if a gradient is outside of the limits or could not be had, 2 for a mistake of the user."""
-    for chatty in ("bitsandbytes", "diffusers"):  # as the leangrpo command does
-        logging.getLogger(chatty).setLevel(logging.ERROR)
     try:
         config, cells, arguments = parse(argv)
         results = run(config, cells, arguments.ranks)
