@@ -18,7 +18,7 @@ from leangrpo.tools.compare_schedules import compare, main, parse, record
 from leangrpo.tools.exactness_table import Comparison, as_markdown, as_text
 from leangrpo.tools.fixed_trajectory import FixedTrajectory
 from leangrpo.tools.float64_reference import Reference
-from leangrpo.tools.gradient_cells import Cell, config_of, make_cells, measure
+from leangrpo.tools.gradient_cells import Cell, config_of, make_cells, measure, pin
 
 SMALL = [
     "prompts_per_update=2",
@@ -33,7 +33,7 @@ Recorded = tuple[Config, FixedTrajectory, Reference]
 
 @pytest.fixture(scope="module")
 def recorded() -> Recorded:
-    config = load_config("digits_flowgrpo_lora", SMALL)
+    config = pin(load_config("digits_flowgrpo_lora", SMALL))
     return config, *record(config, make_cells(PINNED)[0])
 
 
@@ -118,7 +118,7 @@ def test_every_engine_is_led_along_the_first_ones_trajectory(recorded: Recorded,
     trajectory.save(tmp_path / "trajectory.safetensors")
     loaded = FixedTrajectory.load(tmp_path / "trajectory.safetensors")
     assert loaded.rewards.keys() == trajectory.rewards.keys() and len(loaded.next_latents) == 2 * 4 * 4
-    one_by_one = load_config("digits_flowgrpo_lora", [*SMALL, "samples_per_forward=1"])
+    one_by_one = pin(load_config("digits_flowgrpo_lora", [*SMALL, "samples_per_forward=1"]))
     gradients = measure(one_by_one, make_cells(PINNED)[0], loaded, World())
     assert compare(config, make_cells(PINNED)[0], gradients, reference).is_exact
 
@@ -135,7 +135,7 @@ def test_two_ranks(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_backends_get_what_they_need() -> None:
-    config = load_config("digits_flowgrpo_lora")
+    config = pin(load_config("digits_flowgrpo_lora"))
     made = {b: config_of(config, Cell("lora", "float32", b, "native"), 4) for b in ("fsdp2", "hsdp", "zero3")}
     assert {b: (one.shard_ranks, one.residency) for b, one in made.items()} == {
         "fsdp2": (None, "resident"),

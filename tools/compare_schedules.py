@@ -41,6 +41,7 @@ from leangrpo.tools.gradient_cells import (
     Cell,
     config_of,
     make_cells,
+    pin,
     prompts_of,
     reduced_gradients,
 )
@@ -173,7 +174,7 @@ def parse(argv: Sequence[str] | None) -> tuple[Config, list[Cell], argparse.Name
         )
     if any(text.startswith("shard_ranks=") for text in others):
         others.append("backend=hsdp")  # else it would be without effect
-    config = load_config(arguments.config, others)
+    config = pin(load_config(arguments.config, others))
     check_trainable(config)
     return config, make_cells(pinned), arguments
 

@@ -39,6 +39,17 @@ AXES: dict[str, tuple[str, ...]] = {
     "precision": ("float32", "bfloat16"),
     "backend": get_args(Backend),
 }
+PLAIN: dict[str, Any] = {
+    "schedule": "native",
+    "buffers": "per_sample",
+    "buffer_dtype": "float32",
+    "buffer_device": "device",
+    "sync": "every_update",
+    "checkpointing": "none",
+    "residency": "resident",
+    "samples_per_forward": 1,
+}
+"""what is auto in a configuration: a comparison asks for the same everywhere, not for the fastest"""
 CONFIG_FILE, RESULTS_FILE = "config.yaml", "{}.json"
 
 
@@ -60,6 +71,11 @@ class Cell:
     def file(self) -> str:
         """Of its gradient."""
         return f"{self.weights} {self.precision} {self.backend} {self.execution}.safetensors"
+
+
+def pin(config: Config) -> Config:
+    """`config` with its plain value for every choice that is auto."""
+    return replace(config, **{name: value for name, value in PLAIN.items() if getattr(config, name) == "auto"})
 
 
 def make_cells(pinned: dict[str, str]) -> list[Cell]:
