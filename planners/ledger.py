@@ -18,6 +18,8 @@ class Ledger(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.flops = 0
         self.operators = 0
+        self.traffic = [0, 0]
+        """bytes that operators read and write: of tensors that do not depend on the samples, and of those that do"""
         self.live = 0
         self.peak = 0
         self.uncounted_shapes: set[tuple[int, ...]] = set()
@@ -52,14 +54,20 @@ class Ledger(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         result = operator(*args, **kwargs)
-        self.operators += operator.namespace != "prim" and not operator.is_view  # prim: questions to a fake tensor
+        works = operator.namespace != "prim" and not operator.is_view  # prim: questions to a fake tensor
+        self.operators += works
         self.flops += count_flops(operator, args, kwargs, result)
-        marked = any(t.untyped_storage() in self._of_samples for t in _tensors((*args, *kwargs.values())))
+        inputs = list(_tensors((*args, *kwargs.values())))
+        marked = any(t.untyped_storage() in self._of_samples for t in inputs)
+        for tensor in inputs if works else ():
+            self.traffic[tensor.untyped_storage() in self._of_samples] += tensor.numel() * tensor.element_size()
         for tensor in _tensors(result if isinstance(result, tuple | list) else (result,)):
             storage = tensor.untyped_storage()
+            is_weight = tuple(tensor.shape) in self.uncounted_shapes
+            self.traffic[marked and not is_weight] += works * tensor.numel() * tensor.element_size()
             if marked:
                 self._of_samples.add(storage)
-            if tuple(tensor.shape) in self.uncounted_shapes:
+            if is_weight:
                 self._known.add(storage)
             elif storage not in self._known and storage not in self._alive:
                 self._count(storage)

@@ -57,6 +57,9 @@ def trace_module(
         peak_bytes=peaks,
         forward_operators=run.forward_operators,
         backward_operators=run.ledger.operators - run.forward_operators,
+        forward_traffic=run.forward_traffic,
+        backward_traffic=run.backward_traffic,
+        trainable_tensors=sum(p.requires_grad for p in module.parameters()),
         gradient_bytes=max((p.numel() for p in module.parameters() if p.requires_grad), default=0)
         * DTYPES[dtype].itemsize,
         separable=_is_separable(module),
@@ -92,6 +95,7 @@ class TraceRun:
         self.order: list[nn.Module] = []
         self.block_flops: dict[nn.Module, int] = {}
         self.forward_flops = self.forward_operators = 0
+        self.forward_traffic = self.backward_traffic = (0, 0)
         self.tensors = {name: _fake(tensor, dtype) for name, tensor in _named_tensors(module)}
         self.saved_in: dict[nn.Module, Storages] = {module: {}}
         """saved for the backward inside of a block, or under `module` outside of all"""
@@ -109,11 +113,17 @@ class TraceRun:
             with self.ledger, torch.autograd.graph.saved_tensors_hooks(self._save, lambda saved: saved):
                 result = torch.func.functional_call(self.module, self.tensors, (), inputs)
                 self.forward_flops, self.forward_operators = self.ledger.flops, self.ledger.operators
+                fixed, of_samples = self.ledger.traffic
+                self.forward_traffic = fixed, of_samples // batch
                 prediction = tree_leaves(result)[0]
                 saved_now = self.ledger.restart_peak()
                 self.ledger.uncounted_shapes = gradient_shapes(self.module)
                 prediction.backward(torch.empty_like(prediction))
                 self._transient = self.ledger.peak - saved_now
+                self.backward_traffic = (
+                    self.ledger.traffic[0] - fixed,
+                    (self.ledger.traffic[1] - of_samples) // batch,
+                )
         finally:
             for remove in removers:
                 remove()

@@ -121,6 +121,10 @@ class PolicyTrace:
     """over k: saved once per step, whatever the number of samples"""
     peak_bytes: tuple[int, ...]
     """over k: most activations at one time during the forward and backward of one step of one sample"""
+    forward_traffic: tuple[int, int]
+    """bytes that operators read and write: once per step (weights), and per sample"""
+    backward_traffic: tuple[int, int]
+    trainable_tensors: int
     gradient_bytes: int
     """of the largest trainable tensor, as autograd makes it"""
     forward_operators: int
@@ -171,6 +175,8 @@ class HardwareSpec:
     """the same of a backward"""
     operator_seconds: float
     """to issue one operator"""
+    operator_bandwidth: float | None = None
+    """bytes per second at which operators read and write what they work on; None: the efficiencies contain it"""
     asynchronous: bool
     """whether operators are issued while others compute, as on a GPU; else the two add up"""
     memory_bandwidth: float
