@@ -68,6 +68,10 @@ class ShardingBackend(ABC):
         """Take over what `save` wrote."""
 
     @abstractmethod
+    def owned(self) -> dict[str, list[Tensor]]:
+        """What is held now for parameters, gradients and optimizer, by component of the planner's memory model."""
+
+    @abstractmethod
     def drift(self) -> str:
         """Name of a parameter of which ranks that should agree hold different values; empty if there is none."""
 
@@ -82,6 +86,16 @@ class ShardedSums(ABC):
     @abstractmethod
     def add_gradients(self, shards: list[Tensor]) -> None:
         """Add parts as `reduce_scatter` returns them to what `step` will use; an empty list adds nothing."""
+
+
+def optimizer_states(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """The tensors that `optimizer` keeps from step to step."""
+    return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+
+
+def frozen_tensors(module: nn.Module) -> list[Tensor]:
+    """Parameters that are not trained, and buffers."""
+    return [*(p for p in module.parameters() if not p.requires_grad), *module.buffers()]
 
 
 def first_difference(names: Iterable[str], values: Iterable[Tensor], group: dist.ProcessGroup | None) -> str:

@@ -18,13 +18,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from leangrpo.configs.checks import ConfigError
 from leangrpo.configs.loader import PACKAGED
 from leangrpo.configs.schema import Config
 from leangrpo.engine.distributed import World
 from leangrpo.engine.policies.base import DTYPES, PolicyAdapter
-from leangrpo.engine.sharding.base import NonFiniteGradientError, ShardingBackend, first_difference
+from leangrpo.engine.sharding.base import (
+    NonFiniteGradientError,
+    ShardingBackend,
+    first_difference,
+    optimizer_states,
+)
 from leangrpo.engine.sharding.replicated import make_optimizer, refuse_other_parameters, save_parameters
 from leangrpo.engine.sharding.zero3_trace import record_before_first_forward
 
@@ -167,6 +173,24 @@ class DeepSpeedZero(ShardingBackend):
             )
         path, _ = self.engine.load_checkpoint(str(directory), tag=TAG, load_module_strict=False)
         assert path is not None, directory
+
+    def owned(self) -> dict[str, list[Tensor]]:
+        """Under "parameters" also stage 3's shards in the working precision."""
+        zero = self.engine.optimizer
+        masters = zero.fp32_partitioned_groups_flat if self.is_partitioned else zero.single_partition_of_fp32_groups
+        modules = list(self.engine.module.parameters())
+        shards = [p.ds_tensor for p in modules] if self.is_partitioned else []
+        averaged = [t for t in tree_leaves(zero.averaged_gradients) if isinstance(t, Tensor)]
+        return {
+            "gathered_parameters": modules,
+            "parameters": [
+                *masters,
+                *shards,
+                *self.engine.module.buffers(),
+            ],  # a parameter that stage 3 keeps whole is its own shard
+            "gradients": averaged + [master.grad for master in masters if master.grad is not None],
+            "optimizer_states": optimizer_states(zero.optimizer),
+        }
 
     def drift(self) -> str:
         """Stage 3 has no copies."""

@@ -28,7 +28,13 @@ from torch.distributed.tensor import DTensor
 from leangrpo.configs.schema import Config
 from leangrpo.engine.distributed import World, reduce_scatter_sum
 from leangrpo.engine.policies.base import DTYPES, PolicyAdapter
-from leangrpo.engine.sharding.base import NonFiniteGradientError, ShardedSums, ShardingBackend, first_difference
+from leangrpo.engine.sharding.base import (
+    NonFiniteGradientError,
+    ShardedSums,
+    ShardingBackend,
+    first_difference,
+    optimizer_states,
+)
 from leangrpo.engine.sharding.replicated import make_optimizer, refuse_other_parameters
 
 TRAINABLE = StateDictOptions(ignore_frozen_params=True, strict=False)
@@ -98,8 +104,9 @@ class FSDP2(ShardingBackend, ShardedSums):
         self.resident = config.residency == "resident"
         self.mesh = make_mesh(policy.device.type, config, world)
         self._shard(policy, config)
-        self.modules = [m for root in (policy.module, policy.base) if root for m in sharded_modules(root)]
         self.module = policy.module
+        self.roots = [root for root in (policy.module, policy.base) if root is not None]
+        self.modules = [m for root in self.roots for m in sharded_modules(root)]
         named = {name: p for name, p in policy.module.named_parameters() if p.requires_grad}
         self.names = {id(p): name for name, p in named.items()}
         self.groups: list[ParameterGroup] = []
@@ -210,6 +217,16 @@ class FSDP2(ShardingBackend, ShardedSums):
         state = self._state()
         load_distributed(state, checkpoint_id=directory / "dcp")  # into the parameters themselves
         set_optimizer_state_dict(self.module, self.optimizer, state["optimizer"], options=TRAINABLE)
+
+    def owned(self) -> dict[str, list[Tensor]]:
+        everything = [p for root in self.roots for p in root.parameters()]
+        frozen = [p for p in self.module.parameters() if isinstance(p, DTensor) and not p.requires_grad]
+        return {
+            "parameters": [*self.trainable, *frozen, *self.module.buffers()],
+            "gathered_parameters": [p for p in everything if not isinstance(p, DTensor)],
+            "gradients": [p.grad for p in self.trainable if p.grad is not None],
+            "optimizer_states": optimizer_states(self.optimizer),
+        }
 
     def drift(self) -> str:
         """Only hsdp has copies: each shard is compared with its replicas."""

@@ -10,7 +10,13 @@ from torch import Tensor
 from leangrpo.configs.schema import Config, OptimizerConfig
 from leangrpo.engine.distributed import World
 from leangrpo.engine.policies.base import DTYPES, PolicyAdapter
-from leangrpo.engine.sharding.base import NonFiniteGradientError, ShardingBackend, first_difference
+from leangrpo.engine.sharding.base import (
+    NonFiniteGradientError,
+    ShardingBackend,
+    first_difference,
+    frozen_tensors,
+    optimizer_states,
+)
 
 
 def make_optimizer(config: OptimizerConfig, parameters: list[Tensor]) -> torch.optim.Optimizer:
@@ -36,7 +42,7 @@ class Replicated(ShardingBackend):
     """
 
     def __init__(self, policy: PolicyAdapter, config: Config, world: World):
-        self.world, self.max_grad_norm = world, config.optimizer.max_grad_norm
+        self.module, self.world, self.max_grad_norm = policy.module, world, config.optimizer.max_grad_norm
         named = [(name, p) for name, p in policy.module.named_parameters() if p.requires_grad]
         self.names, self.parameters = [name for name, _ in named], [p for _, p in named]
         dtype = DTYPES[config.precision]
@@ -94,6 +100,15 @@ class Replicated(ShardingBackend):
         self.load_parameters(load_file(directory / PARAMETERS))
         state: dict[str, Any] = torch.load(directory / "optimizer.pt", map_location="cpu", weights_only=True)
         self.optimizer.load_state_dict(state)
+
+    def owned(self) -> dict[str, list[Tensor]]:
+        gradients = [master.grad for master in self.masters if master.grad is not None]
+        return {
+            "parameters": [*self.masters, *frozen_tensors(self.module)],
+            "gathered_parameters": list(self.parameters) if self.has_copies else [],
+            "gradients": gradients + ([] if self.gradient is None else [self.gradient]),
+            "optimizer_states": optimizer_states(self.optimizer),
+        }
 
     def drift(self) -> str:
         return first_difference(self.names, self.masters, None) if self.world.size > 1 else ""
