@@ -153,3 +153,4 @@ def _pairs() -> Iterator[Case]:
 
 
 GRID: tuple[Case, ...] = (*_pairs(),)
+QUICK: tuple[Case, ...] = ()
