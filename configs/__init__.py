@@ -4,11 +4,11 @@ from leangrpo.configs.checks import (
     ConfigError,
     check_config,
     check_trainable,
-    check_world_size,
     resume_differences,
 )
 from leangrpo.configs.help import describe_keys
 from leangrpo.configs.loader import dump_config, load_config, packaged_configs
+from leangrpo.configs.ranks import check_world_size
 from leangrpo.configs.schema import Config
 
 __all__ = [

@@ -1,14 +1,14 @@
 """What cannot be together: combinations of valid values that are refused, and `ConfigError`.
 
-One key by itself is checked by its type in `leangrpo.configs.schema`.
+One key by itself is checked by its type in `leangrpo.configs.schema`. A key that is `auto` is no reason for a refusal:
+the planner asks the same checks which values it may choose.
 """
 
 import dataclasses
 import json
-import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
-from leangrpo.configs.schema import Config
+from leangrpo.configs.schema import CHOICES, Config
 
 # A resumed run may have another length, place, log, and rhythm of saving and looking; nothing else.
 FREE_ON_RESUME = ("updates", "resume", "out_dir", "timeout", "hardware", "logging", "checkpoint", "evaluation")
@@ -36,6 +36,11 @@ class Problem:
     subject: str
     text: str
     where: str = ""
+
+    @property
+    def reason(self) -> str:
+        """The text without the way out."""
+        return self.text.partition("; ")[0]
 
 
 def problem(key: str, value: object, text: str, where: str = "") -> Problem:
@@ -94,34 +99,15 @@ def check_trainable(config: Config) -> None:
             raise ConfigError(f"{key}={value}: this version trains {possible}; plan it with leangrpo plan")
 
 
-def check_world_size(config: Config, world_size: int, local_size: int) -> None:
-    """Raises ConfigError if that many processes, `local_size` of them on this node, cannot share the run."""
-    if config.backend == "hsdp":
-        shard = config.shard_ranks or local_size
-        if world_size % shard or world_size == shard:
-            raise ConfigError(
-                f"shard_ranks={shard}: backend=hsdp needs a multiple of it, at least twice, but there are {world_size} "
-                "ranks; use a smaller shard_ranks, or backend=fsdp2"
-            )
-    if config.schedule == "reweight" and config.buffers == "streaming_sharded":
-        sharing = config.ranks_per_prompt or math.gcd(config.group_size, world_size)
-        if sharing != world_size:
-            raise ConfigError(
-                f"buffers=streaming_sharded: its sums need all {world_size} ranks on one prompt, but {sharing} share "
-                f"one; use a group_size that {world_size} divides, or buffers=streaming"
-            )
-
-
 def resume_differences(old: Config, new: Config) -> list[tuple[str, object, object]]:
     """Keys, with old and new value, that would make a resumed run another run than the one begun.
 
-    `threads` and `device` count: they change the last bits of a sum.
+    `threads` and `device` count: they change the last bits of a sum. A choice that is auto takes what the run has.
     """
     before, after = _flatten(dataclasses.asdict(old)), _flatten(dataclasses.asdict(new))
+    free = {*FREE_ON_RESUME, *(key for key in CHOICES if after[key] == "auto")}
     return [
-        (key, before[key], after[key])
-        for key in before
-        if before[key] != after[key] and key.split(".")[0] not in FREE_ON_RESUME
+        (key, before[key], after[key]) for key in before if before[key] != after[key] and key.split(".")[0] not in free
     ]
 
 
@@ -160,7 +146,7 @@ def _check_noise(config: Config) -> Iterator[Problem]:
 
 def _check_samples_per_forward(config: Config) -> Iterator[Problem]:
     wanted, group = config.samples_per_forward, config.group_size
-    if group % wanted:
+    if wanted != "auto" and group % wanted:
         divisors = [d for d in range(1, group + 1) if group % d == 0]
         below, above = [d for d in divisors if d < wanted], [d for d in divisors if d > wanted]
         nearest = " or ".join(str(d) for d in below[-1:] + above[:1])
@@ -188,7 +174,7 @@ def _check_backend(config: Config) -> Iterator[Problem]:
         if backend not in ("fsdp2", "hsdp"):
             text = f"backend={backend} keeps no sharded sums; use streaming, or backend=fsdp2"
             yield problem("buffers", config.buffers, text)
-        if config.samples_per_forward > 1:
+        if config.samples_per_forward not in ("auto", 1):
             text = "buffers=streaming_sharded holds the gradient of one sample; use 1, or buffers=streaming"
             yield problem("samples_per_forward", config.samples_per_forward, text)
     if config.residency == "resharded" and backend == "replicated":
@@ -200,7 +186,7 @@ def _check_backend(config: Config) -> Iterator[Problem]:
     if config.residency == "resident" and backend == "zero3":
         text = "DeepSpeed partitions a parameter again after each use in stage 3; use resharded, or backend=zero2"
         yield problem("residency", config.residency, text)
-    if config.sync != "every_update" and backend in ZERO:
+    if config.sync not in ("auto", "every_update") and backend in ZERO:
         text = (
             f"backend={backend} takes one reduction per optimizer step: in stage 3 DeepSpeed writes the next gradient "
             "over the last, in stages 1 and 2 it sums locally and reduces at the step; use every_update"
@@ -228,7 +214,7 @@ def _check_best_of_n(config: Config) -> Iterator[Problem]:
     if n % 2 or not 2 <= n <= config.group_size:
         text = f"takes n/2 best and n/2 worst of group_size={config.group_size}"
         yield problem(key, n, f"{text}; use an even number from 2 to {even}, or null")
-    elif config.schedule == "reweight" and config.buffers != "per_sample":
+    elif config.schedule == "reweight" and config.buffers not in ("auto", "per_sample"):
         text = "ranks are not affine in the rewards, which running sums need"
         yield problem(key, n, f"{text}; use buffers=per_sample, or null")
 

@@ -14,6 +14,7 @@ from pydantic.dataclasses import dataclass
 
 STRICT = ConfigDict(extra="forbid", strict=True)
 
+Auto = Literal["auto"]
 Backend = Literal["replicated", "fsdp2", "hsdp", "zero1", "zero2", "zero3"]
 Schedule = Literal["native", "retain", "reweight"]
 Buffers = Literal["per_sample", "streaming", "streaming_sharded"]
@@ -26,6 +27,18 @@ PositiveInt = Annotated[int, Field(ge=1)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Decay = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
+
+CHOICES = (
+    "schedule",
+    "buffers",
+    "buffer_dtype",
+    "buffer_device",
+    "sync",
+    "checkpointing",
+    "residency",
+    "samples_per_forward",
+)
+"""the keys that say how an update is executed: pinned, or auto and then chosen by the planner"""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -271,7 +284,10 @@ class Config:
     threads: Annotated[PositiveInt | None, Field(description="CPU threads of torch; null: torch's choice")] = None
     hardware: Annotated[
         Annotated[str, Field(min_length=1)] | None,
-        Field(description="what to plan for, e.g. 8xA6000-48GB or 2x8xH100-80GB (2 nodes); null: this machine"),
+        Field(
+            description="what to plan for, e.g. 8xA6000-48GB or 2x8xH100-80GB (2 nodes); a run needs as many ranks; "
+            "null: this machine"
+        ),
     ] = None
 
     prompts: Annotated[
@@ -299,36 +315,37 @@ class Config:
     ] = "float32"
 
     schedule: Annotated[
-        Schedule,
+        Auto | Schedule,
         Field(
             description="recompute selected steps (native), keep their graphs (retain), "
-            "or backward at once and weight the gradients later (reweight)"
+            "or backward at once and weight the gradients later (reweight); "
+            "auto, here and in the next seven keys: chosen by the planner"
         ),
-    ] = "reweight"
+    ] = "auto"
     buffers: Annotated[
-        Buffers,
+        Auto | Buffers,
         Field(description="reweight: one gradient per sample of the group, running sums, or sharded running sums"),
-    ] = "streaming"
-    buffer_dtype: Annotated[BufferDtype, Field(description="of the local gradient buffers, before the optimizer")] = (
-        "float32"
-    )
-    buffer_device: Annotated[BufferDevice, Field(description="where those buffers live")] = "device"
-    sync: Annotated[Sync, Field(description="how often gradients are reduced over the ranks")] = "every_update"
+    ] = "auto"
+    buffer_dtype: Annotated[
+        Auto | BufferDtype, Field(description="of the local gradient buffers, before the optimizer")
+    ] = "auto"
+    buffer_device: Annotated[Auto | BufferDevice, Field(description="where those buffers live")] = "auto"
+    sync: Annotated[Auto | Sync, Field(description="how often gradients are reduced over the ranks")] = "auto"
     checkpointing: Annotated[
-        Checkpointing,
+        Auto | Checkpointing,
         Field(description="activation checkpointing of no, all, or the first k blocks"),
-    ] = "none"
+    ] = "auto"
     residency: Annotated[
-        Residency,
+        Auto | Residency,
         Field(
             description="parameters stay whole on a rank between rollout and optimizer step "
             "(resident), or are gathered for each use (resharded)"
         ),
-    ] = "resident"
+    ] = "auto"
     samples_per_forward: Annotated[
-        PositiveInt,
+        Auto | PositiveInt,
         Field(description="generations of a group that share a forward; divides group_size; unit: images"),
-    ] = 1
+    ] = "auto"
 
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     sampler: SamplerConfig = field(default_factory=SamplerConfig)

@@ -8,10 +8,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+Broadcast = TypeVar("Broadcast")
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,14 @@ class World:
     def maximum(self, values: Tensor) -> Tensor:
         """Elementwise maximum over all processes. Collective."""
         return self._all_reduce(values, dist.ReduceOp.MAX)
+
+    def broadcast(self, value: Broadcast) -> Broadcast:
+        """The `value` of rank 0, which must be picklable. Collective."""
+        if self.size == 1:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, src=0, device=torch.device("cpu"))
+        return values[0]
 
     def barrier(self) -> None:
         """Wait for all processes. Collective."""

@@ -10,6 +10,7 @@ transitions), except gradients of weights and buffers of collectives; those, and
 temporaries. What existed before and belongs to nobody else are other models.
 """
 
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -17,13 +18,13 @@ from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch import Tensor, nn
 
 from leangrpo.engine.distributed import World
 from leangrpo.engine.phases import replaced, watch_phases
-from leangrpo.engine.sharding.base import ShardedSums
-from leangrpo.engine.storage_meter import StorageMeter
+from leangrpo.engine.reweight import schedule_type
+from leangrpo.engine.schedules import Schedule
+from leangrpo.engine.storage_meter import StorageMeter, tensors_in
 from leangrpo.engine.trainer import Engine
 from leangrpo.planners.memory import COMPONENTS
 
@@ -46,13 +47,15 @@ class MemoryMeter(StorageMeter):
         super().__init__(engine.policy.device, COMPONENTS, keep_timeline=keep_timeline)
         self.engine = engine
         self._undo = ExitStack()
+        self._schedule: weakref.ref[Schedule] | None = None
 
     def __enter__(self) -> "MemoryMeter":
         engine = self.engine
-        self.label(held_by(engine.backend, engine.gradients), "temporaries")
         self.label(held_by(engine.policy, engine.rewards), "other_models")
-        super().__enter__()
+        self.label(held_by(engine.backend, engine.gradients), "temporaries")
+        self.label(other_models(engine), "other_models")  # again: a sharded base is the backend's too
         self._undo.enter_context(watch_phases(engine, self._enter_phase))
+        super().__enter__()
         self._watch_buffers()
         for parameter in engine.backend.parameters:
             self._undo.callback(parameter.register_hook(self._weight_gradient).remove)
@@ -73,7 +76,7 @@ class MemoryMeter(StorageMeter):
             self.label(tensors, component)
         gradients = self.engine.gradients
         total = [] if gradients.total is None else [gradients.total]
-        self.label([*total, *gradients.numerators.values()], "gradient_buffers")
+        self.label([*total, *gradients.numerators.values(), *self._sums()], "gradient_buffers")
 
     def _enter_phase(self, phase: str) -> None:
         self.take_frees()  # they belong to the phase before
@@ -82,9 +85,9 @@ class MemoryMeter(StorageMeter):
         self.component = "activations" if phase in GRAPH_PHASES else "temporaries"
 
     def _watch_buffers(self) -> None:
-        """Book gradient buffers when they are made; sharded sums come out of reductions outside of `reduce`."""
-        gradients, backend = self.engine.gradients, self.engine.backend
-        new_buffer, reducing = gradients.new_buffer, []
+        """Book gradient buffers when they are made, and learn who keeps sums of them."""
+        gradients, schedule = self.engine.gradients, schedule_type(self.engine.candidate)
+        new_buffer, make = gradients.new_buffer, schedule.__init__
 
         def watched_buffer(*leading: int) -> Tensor:
             before, self.component = self.component, "gradient_buffers"
@@ -93,26 +96,18 @@ class MemoryMeter(StorageMeter):
             finally:
                 self.component = before
 
+        def watched_make(schedule: Schedule, *args: Any) -> None:
+            self._schedule = weakref.ref(schedule)
+            make(schedule, *args)
+
         self._undo.enter_context(replaced(gradients, "new_buffer", watched_buffer))
-        if not isinstance(backend, ShardedSums):
-            return
-        reduce, reduce_scatter = backend.reduce, backend.reduce_scatter
+        self._undo.enter_context(replaced(schedule, "__init__", watched_make))
 
-        def watched_reduce(total: Tensor) -> None:
-            reducing.append(total)
-            try:
-                reduce(total)
-            finally:
-                reducing.clear()
-
-        def watched_reduce_scatter(flat: Tensor) -> list[Tensor]:
-            shards = reduce_scatter(flat)
-            if not reducing:
-                self.label(shards, "gradient_buffers")
-            return shards
-
-        self._undo.enter_context(replaced(backend, "reduce", watched_reduce))
-        self._undo.enter_context(replaced(backend, "reduce_scatter", watched_reduce_scatter))
+    def _sums(self) -> list[Tensor]:
+        """What the schedule keeps from sample to sample; its statistics of rewards are float64."""
+        schedule = self._schedule() if self._schedule is not None else None
+        kept = tensors_in(vars(schedule).values()) if schedule is not None else ()
+        return [tensor for tensor in kept if tensor.dtype == self.engine.gradients.dtype]
 
     def _weight_gradient(self, gradient: Tensor | None) -> None:
         if gradient is not None:  # a layer that captures per sample keeps it to itself
@@ -120,10 +115,17 @@ class MemoryMeter(StorageMeter):
 
     def _collective(self, operator: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         """Flat buffers are temporaries, what FSDP2 unpacks them into are gathered parameters."""
-        tensors = [value for value in tree_leaves((args, result)) if isinstance(value, Tensor)]
-        self.label(tensors, "temporaries", instead_of="activations")
+        self.label(tensors_in((*args, result)), "temporaries", instead_of="activations")
         if operator.namespace == "fsdp" and "split" in operator.name():
             self.label(kwargs["out"], "gathered_parameters")
+
+
+def other_models(engine: Engine) -> Iterator[Tensor]:
+    """Parameters and buffers of the policy's modules but the trained one."""
+    for value in vars(engine.policy).values():
+        if isinstance(value, nn.Module) and value is not engine.policy.module:
+            yield from value.parameters()
+            yield from value.buffers()
 
 
 def held_by(*owners: Any) -> Iterator[Tensor]:

@@ -5,34 +5,18 @@ default is gcd(M, R). Rank i of a group makes generations i, i + g, i + 2 g, ...
 generation) pairs, so the gradient does not depend on it. Rewards are gathered inside the group.
 """
 
-import math
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from leangrpo.configs.checks import ConfigError
+from leangrpo.configs.ranks import ranks_per_prompt
 from leangrpo.engine.distributed import World, all_gather
-
-
-def ranks_per_prompt(group_size: int, world_size: int, wanted: int | None = None) -> int:
-    """g. ConfigError if `wanted` does not divide both."""
-    largest = math.gcd(group_size, world_size)
-    if wanted is None:
-        return largest
-    if largest % wanted:
-        fitting = ", ".join(str(g) for g in range(1, largest + 1) if largest % g == 0)
-        raise ConfigError(
-            f"ranks_per_prompt={wanted}: must divide group_size={group_size} and the {world_size} ranks; use {fitting}"
-        )
-    return wanted
 
 
 class PromptGroup:
     """This rank's place. `slots` are the prompts of an update it works on, `generations` the samples it makes of each.
 
-    ConfigError if prompts or samples cannot be shared out evenly: every rank must do the same work, or collectives
-    would not match.
+    What cannot be shared out evenly has been refused in configs/ranks.py.
     """
 
     def __init__(
@@ -41,17 +25,8 @@ class PromptGroup:
         self.world, self.group_size, self.prompts_per_update = world, group_size, prompts_per_update
         self.size = ranks_per_prompt(group_size, world.size, wanted)
         self.concurrent = world.size // self.size
-        if prompts_per_update % self.concurrent:
-            below, above = (k * self.concurrent for k in divmod_neighbours(prompts_per_update, self.concurrent))
-            raise ConfigError(
-                f"prompts_per_update={prompts_per_update}: {world.size} ranks in groups of {self.size} sample "
-                f"{self.concurrent} prompts at once; use a multiple, such as {below or above} or {above}"
-            )
-        if (group_size // self.size) % samples_per_forward:
-            raise ConfigError(
-                f"samples_per_forward={samples_per_forward}: each rank makes {group_size // self.size} of the "
-                f"group_size={group_size} samples; use a divisor of {group_size // self.size}"
-            )
+        assert prompts_per_update % self.concurrent == 0
+        assert (group_size // self.size) % samples_per_forward == 0
         index, member = divmod(world.rank, self.size)
         self.slots = range(index, prompts_per_update, self.concurrent)
         self.generations = tuple(range(member, group_size, self.size))
@@ -74,8 +49,3 @@ class PromptGroup:
             dist.new_group(list(range(first, first + self.size))) for first in range(0, self.world.size, self.size)
         ]
         return groups[index]
-
-
-def divmod_neighbours(value: int, step: int) -> tuple[int, int]:
-    """The whole numbers below and above value / step."""
-    return value // step, value // step + 1

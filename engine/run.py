@@ -1,7 +1,8 @@
 """A whole training run: the loop around `Engine.train_step`, and everything that it leaves in `out_dir`.
 
-out_dir/config.yaml the resolved configuration; metrics.jsonl and evaluations.jsonl; images/ before, during and after;
-reward_curve.png; checkpoints/; policy/ the trained weights in diffusers' format.
+out_dir/config.yaml the resolved configuration; plan.json how updates are executed, and why; metrics.jsonl and
+evaluations.jsonl; images/ before, during and after; reward_curve.png; checkpoints/; policy/ the trained weights in
+diffusers' format.
 """
 
 import dataclasses
@@ -21,8 +22,9 @@ from leangrpo.engine.distributed import World
 from leangrpo.engine.evaluation import evaluate
 from leangrpo.engine.images import save_curves, save_grid
 from leangrpo.engine.metrics import EVALUATIONS_FILE, METRICS_FILE, MetricsLog, read_lines, refuse_missing_wandb
+from leangrpo.engine.planning import choose, explain
 from leangrpo.engine.prompts import load_prompts, prompts_of_update
-from leangrpo.engine.run_folder import find_checkpoint, take
+from leangrpo.engine.run_folder import find_checkpoint, read_begun, take
 from leangrpo.engine.trainer import Engine
 from leangrpo.engine.types import StepMetrics
 
@@ -40,11 +42,12 @@ RATIO_NOTE["reweight"] = RATIO_NOTE["retain"]
 class Run:
     """One run in `config.out_dir`, new or resumed; with several processes each has its own, and rank 0 writes.
 
-    ConfigError if the folder holds a run and resume is off.
+    `plan` is what it follows; its choices stand in `self.config` where those of `config` are auto. ConfigError if the
+    folder holds a run and resume is off, or if nothing that `config` allows can be executed.
     """
 
     def __init__(self, config: Config, world: World | None = None):
-        self.config, self.directory = config, Path(config.out_dir)
+        self.directory = Path(config.out_dir)
         self.world = world or World()
         self.checkpoints = self.directory / "checkpoints"
         self.prompts = load_prompts(config.prompts)
@@ -52,6 +55,9 @@ class Run:
         refuse_missing_wandb(config.logging)
         if config.threads is not None:
             torch.set_num_threads(config.threads)
+        self.begun = read_begun(self.directory)
+        self.plan = choose(config, self.world, self.begun)
+        self.config = config = self.plan.candidate.resolve(config)
         self.engine = Engine.from_config(config, self.world)
         refuse_unreadable(self.prompts, self.engine)
         if latest is not None:
@@ -59,7 +65,8 @@ class Run:
         self.log: MetricsLog | None = None
         self.world.barrier()  # nobody writes before all have looked
         if self.world.is_main:
-            self.lock = take(config, self.prompts)
+            keeps_plan = self.begun is not None and self.begun.keeps_plan(self.world.size)
+            self.lock = take(config, self.prompts, None if keeps_plan else self.plan)
             if find_checkpoint(dataclasses.replace(config, resume=True), self.prompts) != latest:
                 raise ConfigError(f"out_dir={config.out_dir}: another process has trained there meanwhile; start again")
             self.log = MetricsLog(self.directory, config.logging, dataclasses.asdict(config), self.engine.update)
@@ -70,6 +77,7 @@ class Run:
         log.info(
             "%s, %s on %s: %s", config.algorithm.name, describe_policy(engine), engine.policy.device, describe(config)
         )
+        log.info(explain(self.plan, self.begun))
         log.info(RATIO_NOTE[config.schedule])
         if engine.update == 0:
             self._evaluate("before")

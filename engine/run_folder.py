@@ -1,15 +1,24 @@
-"""The folder of a run: one process at a time writes it, and a run is never mixed with another."""
+"""The folder of a run: one process at a time writes it, and a run is never mixed with another.
+
+config.yaml holds the choices that the run executes, whoever made them; plan.json says which of them were pinned, what
+they were planned for, and what was predicted.
+"""
 
 import fcntl
+import json
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from leangrpo.configs.checks import ConfigError, resume_differences
 from leangrpo.configs.loader import dump_config, load_config
 from leangrpo.configs.schema import Config
 from leangrpo.engine import checkpoint as checkpoints
+from leangrpo.planners.plan import Plan
+from leangrpo.planners.types import HardwareSpec
+from leangrpo.planners.workloads import pins_of
 
-CONFIG, PROMPTS, LOCK = "config.yaml", "prompts.txt", ".lock"
+CONFIG, PLAN, PROMPTS, LOCK = "config.yaml", "plan.json", "prompts.txt", ".lock"
 TRACES = ("metrics.jsonl", "evaluations.jsonl", "checkpoints")
 
 
@@ -56,10 +65,42 @@ def _refuse_differences(config: Config, directory: Path, prompts: list[str]) -> 
         )
 
 
-def take(config: Config, prompts: list[str]) -> IO[str]:
+@dataclass(frozen=True)
+class Begun:
+    """How a run that is resumed was begun."""
+
+    choices: dict[str, Any]
+    """what it executes, from config.yaml"""
+    planned_for: HardwareSpec | None = None
+    """None: plan.json cannot be used, `fault` says why"""
+    pinned: dict[str, Any] = field(default_factory=dict)
+    fault: str = ""
+
+    def keeps_plan(self, ranks: int) -> bool:
+        """Whether plan.json still says what the run does on that many ranks."""
+        return self.planned_for is not None and self.planned_for.ranks == ranks
+
+
+def read_begun(directory: Path) -> Begun | None:
+    """None if no run was begun there."""
+    if not (directory / CONFIG).exists():
+        return None
+    choices, path = pins_of(load_config(str(directory / CONFIG))), directory / PLAN
+    if not path.exists():
+        return Begun(choices, fault=f"{path} is missing")
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        if stored["choice"] != choices:
+            return Begun(choices, fault=f"{path} holds other choices than {CONFIG}")
+        return Begun(choices, HardwareSpec(**stored["hardware"]), dict(stored["pinned"]))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return Begun(choices, fault=f"{path} is damaged ({error})")
+
+
+def take(config: Config, prompts: list[str], plan: Plan | None) -> IO[str]:
     """Make the folder, lock it, and write down what the run is; the lock lasts as long as the returned file is open.
 
-    ConfigError if it cannot be made or another process trains there.
+    `plan`: None leaves plan.json as it is. ConfigError if it cannot be made or another process trains there.
     """
     directory = Path(config.out_dir)
     try:
@@ -75,6 +116,8 @@ def take(config: Config, prompts: list[str]) -> IO[str]:
             f"out_dir={config.out_dir}: another process is training there; wait for it, or choose another out_dir"
         ) from None
     _replace(directory / PROMPTS, "\n".join(prompts) + "\n")
+    if plan is not None:
+        _replace(directory / PLAN, json.dumps(plan.to_dict(), indent=1) + "\n")
     _replace(directory / CONFIG, dump_config(config))
     return lock
 

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 
 class _Live(weakref.ref[torch.UntypedStorage]):
@@ -85,7 +84,12 @@ class StorageMeter(TorchDispatchMode):
                     live.component = component
 
     def __enter__(self) -> Any:
+        """What is already labelled exists; the peak is that of what follows."""
+        self.ask_owners()
         self._start = time.perf_counter()
+        self.peaks_of = dict(self._held)
+        if self.timeline is not None:
+            self.timeline = [(0.0, self.phase, tuple(self._held.values()))]
         self._resize = original = torch.UntypedStorage.resize_
 
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:  # FSDP2 frees and allocates with it
@@ -107,9 +111,9 @@ class StorageMeter(TorchDispatchMode):
         if any(hasattr(one, "__tensor_flatten__") for one in types):
             return NotImplemented  # a tensor of tensors: its own operators follow
         result = operator(*args, **(kwargs or {}))
-        for value in tree_leaves((result, args, kwargs)):
-            if isinstance(value, Tensor) and not hasattr(value, "__tensor_flatten__"):
-                self._see(value.untyped_storage())
+        for tensor in tensors_in((result, *args, *(kwargs or {}).values())):
+            for plain in plain_tensors(tensor):
+                self._see(plain.untyped_storage())
         return result
 
     def _see(self, storage: torch.UntypedStorage) -> None:
@@ -157,6 +161,15 @@ class StorageMeter(TorchDispatchMode):
             self.peak, self._is_record = dict(self._held), False
 
 
+def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    """All tensors of an operator's arguments or results."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from tensors_in(value)
+
+
 def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
     """The tensors that hold the memory of `tensor`: itself, or those inside of a DTensor or another wrapper."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
@@ -164,4 +177,6 @@ def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
         yield tensor
         return
     for name in flatten()[0]:
-        yield from plain_tensors(getattr(tensor, name))
+        inner = getattr(tensor, name)
+        if isinstance(inner, Tensor):  # a DTensor also names its mesh
+            yield from plain_tensors(inner)

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from leangrpo.configs.checks import ConfigError, check_config, check_world_size
+from leangrpo.configs.checks import ConfigError, check_config
+from leangrpo.configs.ranks import check_world_size
 from leangrpo.configs.schema import Config
 from leangrpo.engine.advantages import AdvantageRule, GroupStatistics
 from leangrpo.engine.algorithms.flow_grpo import FlowGRPO
@@ -42,7 +43,8 @@ class Engine:
     """Trains `policy`. `update` counts finished updates; noise and steps are functions of it.
 
     With several processes, every one of them makes an engine and calls the same methods. Raises ConfigError where
-    `config` is impossible: on this machine, with this policy, or with this number of processes.
+    `config` is impossible: on this machine, with this policy, or with this number of processes; and where a choice is
+    still auto, as engine/planning.py leaves none.
     """
 
     def __init__(self, config: Config, policy: PolicyAdapter, rewards: Rewards, world: World | None = None):
@@ -50,13 +52,13 @@ class Engine:
         self.world = world or World()
         check_config(config)
         check_world_size(config, self.world.size, self.world.local_size)
-        self.candidate = Candidate.from_config(config)
+        self.candidate = choice = Candidate.from_config(config)
         self.update = 0
         self.group = PromptGroup(
             self.world,
             config.group_size,
             config.prompts_per_update,
-            config.samples_per_forward,
+            choice.samples_per_forward,
             config.ranks_per_prompt,
         )
         self.algorithm = FlowGRPO(config.algorithm)
@@ -65,11 +67,11 @@ class Engine:
         self.gradients = Gradients(
             policy.module,
             self.backend,
-            sync=config.sync,
-            dtype=DTYPES[config.buffer_dtype],
-            device=policy.device if config.buffer_device == "device" else torch.device("cpu"),
-            per_sample_batch=config.samples_per_forward if config.schedule == "reweight" else 1,
-            sums_are_reduced=config.schedule == "reweight" and config.buffers == "streaming_sharded",
+            sync=choice.sync,
+            dtype=DTYPES[choice.buffer_dtype],
+            device=policy.device if choice.buffer_device == "device" else torch.device("cpu"),
+            per_sample_batch=choice.samples_per_forward if choice.schedule == "reweight" else 1,
+            sums_are_reduced=choice.schedule == "reweight" and choice.buffers == "streaming_sharded",
         )
         trained = config.algorithm.advantage.best_of_n or config.group_size
         self.objective = Objective(
@@ -89,7 +91,7 @@ class Engine:
             config.policy,
             config.sampler,
             seed=config.seed,
-            checkpointing=config.checkpointing,
+            checkpointing=Candidate.from_config(config).checkpointing,
             keep_base=config.algorithm.beta > 0,
         )
         policy.to(device=choose_device(config.device, world or World()))
@@ -132,7 +134,7 @@ class Engine:
         The schedule lives as long as this call: its buffers are gone before the optimizer needs memory.
         """
         schedule = schedule_type(self.candidate)(
-            self.objective, self.rule, self.group.generations, self.config.samples_per_forward
+            self.objective, self.rule, self.group.generations, self.candidate.samples_per_forward
         )
         groups: list[Group] = []
         rewards: list[Tensor] = []
@@ -156,7 +158,7 @@ class Engine:
     ) -> tuple[Group, Tensor]:
         """This rank's generations of one prompt, `samples_per_forward` at a time, and the whole group's rewards."""
         trajectories, rewards = [], []
-        batch = self.config.samples_per_forward
+        batch = self.candidate.samples_per_forward
         for first in range(0, len(self.group.generations), batch):
             noise = Noise(self.config.seed, self.update, slot, self.group.generations[first : first + batch])
             trajectory = schedule.rollout(prompt, noise, selected)

@@ -1,12 +1,30 @@
 """Which ways there are to execute an update, and which of them are refused whatever the memory: what is not exact,
-what a backend cannot do."""
+what a backend cannot do. The engine's own checks (leangrpo.configs) decide; what only a trace shows is added here."""
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
 from typing import Any, get_args
 
-from leangrpo.configs.schema import BufferDevice, BufferDtype, Checkpointing, Residency, Schedule, Sync
+from leangrpo.configs.checks import Problem, find_problems
+from leangrpo.configs.ranks import find_rank_problems
+from leangrpo.configs.schema import (
+    AdvantageConfig,
+    AlgorithmConfig,
+    BufferDevice,
+    BufferDtype,
+    Buffers,
+    Checkpointing,
+    Config,
+    OptimizerConfig,
+    PolicyConfig,
+    Residency,
+    SamplerConfig,
+    Schedule,
+    Sync,
+)
 from leangrpo.planners.types import Candidate, HardwareSpec, Layout, PolicyTrace, Workload
 
 # Gradients that may be added up in one bfloat16 buffer: with 24, rounding in the buffer doubles the error that BF16
@@ -23,6 +41,7 @@ PREFERENCE: dict[str, tuple[Any, ...]] = {
     "residency": ("resharded", "resident"),
 }
 assert set(PREFERENCE["schedule"]) == set(get_args(Schedule)) and set(PREFERENCE["sync"]) == set(get_args(Sync))
+assert set(PREFERENCE["buffers"]) == set(get_args(Buffers))
 assert set(PREFERENCE["buffer_dtype"]) == set(get_args(BufferDtype))
 assert set(PREFERENCE["buffer_device"]) == set(get_args(BufferDevice))
 assert set(PREFERENCE["residency"]) == set(get_args(Residency))
@@ -55,11 +74,11 @@ def _drop_what_has_no_effect(choice: dict[str, Any], pinned: Mapping[str, Any], 
     if choice["sync"] == "every_backward" and ranks > 1:
         plain["buffer_device"] = "device"
     if ranks == 1:
-        plain |= {"sync": "every_update", "residency": "resident"}
-    elif workload.backend in ("zero1", "zero2"):
-        plain["residency"] = "resident"
-    elif workload.backend == "zero3":
+        plain["sync"] = "every_update"
+    if workload.backend == "zero3":
         plain["residency"] = "resharded"
+    elif ranks == 1 or workload.backend in ("replicated", "zero1", "zero2"):
+        plain["residency"] = "resident"
     if Layout.of(workload, ranks).rounds == 1 and choice["sync"] == "every_group":
         plain["sync"] = "every_update"
     if workload.precision == "float32":
@@ -74,36 +93,45 @@ def preference(candidate: Candidate, blocks: int) -> tuple[int, ...]:
     return (*ranked, int(checkpointed), candidate.samples_per_forward)
 
 
+def find_refusals(workload: Workload, hardware: HardwareSpec, choices: Mapping[str, Any]) -> list[Problem]:
+    """What the engine would refuse of a run with these choices; those that are missing count as auto."""
+    config = replace(_as_config(workload), **choices)
+    return [*find_problems(config), *find_rank_problems(config, hardware.ranks, hardware.ranks_per_node)]
+
+
+@functools.cache
+def _as_config(workload: Workload) -> Config:
+    """A configuration that asks for `workload`, as far as combinations are judged by it."""
+    advantage = AdvantageConfig(
+        std="global" if workload.global_std else "group",
+        normalise="per_reward" if workload.reward_terms > 1 else "sum",
+        best_of_n=None if workload.affine_advantage else 2,
+    )
+    return Config(
+        out_dir="planned",
+        backend=workload.backend,
+        shard_ranks=workload.shard_ranks,
+        ranks_per_prompt=workload.ranks_per_prompt,
+        prompts_per_update=workload.prompts_per_update,
+        group_size=workload.group_size,
+        updates_per_rollout=workload.updates_per_rollout,
+        precision=workload.precision,
+        policy=PolicyConfig(weights=workload.weights),
+        sampler=SamplerConfig(denoising_steps=workload.denoising_steps),
+        algorithm=AlgorithmConfig(
+            selected_steps=workload.selected_steps, beta=float(workload.beta), advantage=advantage
+        ),
+        optimizer=OptimizerConfig(name=workload.optimizer),
+    )
+
+
 def refusal(candidate: Candidate, workload: Workload, trace: PolicyTrace, hardware: HardwareSpec) -> str:
     """Why a candidate is out whatever memory there is; empty if it is not."""
-    ranks, lean = hardware.ranks, candidate.schedule == "reweight"
-    samples = Layout.of(workload, ranks).samples
-    streaming = lean and candidate.buffers != "per_sample"
-    if lean and candidate.sync == "every_backward":
-        return "would reduce a gradient before its sample's advantage is known, which nothing can repair"
-    if samples % candidate.samples_per_forward:
-        return f"samples_per_forward must divide the {samples} samples that a rank makes of a group"
-    if streaming and not workload.affine_advantage:
-        return "running sums need an advantage that is affine in the reward (best_of_n is not)"
-    if lean and candidate.samples_per_forward > 1 and not trace.separable:
+    for one in find_refusals(workload, hardware, asdict(candidate)):
+        return one.reason
+    if candidate.schedule == "reweight" and candidate.samples_per_forward > 1 and not trace.separable:
         return "a batched backward keeps samples apart in Linear and Conv2d layers only; others are trained too"
-    if candidate.residency == "resharded" and ranks == 1:
-        return "on one rank parameters are always whole"
-    return _backend_refusal(candidate, workload, ranks) or _rounding_refusal(candidate, workload, ranks)
-
-
-def _backend_refusal(candidate: Candidate, workload: Workload, ranks: int) -> str:
-    backend = workload.backend
-    if candidate.schedule == "reweight" and candidate.buffers == "streaming_sharded":
-        if ranks == 1:
-            return "one rank has nothing to shard"
-        if backend != "fsdp2":
-            return f"sharded running sums need backend fsdp2, not {backend}"
-    if candidate.residency == "resharded" and backend in ("zero1", "zero2"):
-        return f"{backend} keeps parameters whole"
-    if candidate.residency == "resident" and backend == "zero3":
-        return "zero3 gathers parameters for every use"
-    return ""
+    return _rounding_refusal(candidate, workload, hardware.ranks)
 
 
 def _rounding_refusal(candidate: Candidate, workload: Workload, ranks: int) -> str:

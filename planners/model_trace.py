@@ -1,5 +1,6 @@
 """Traces of the model families in `leangrpo.planners.models`, made once per machine and then read from disk."""
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -63,14 +64,20 @@ def trace_model(
     key = _key(spec, shapes, lora, dtype)
     path = cache_folder() / "traces" / f"{name}-{key}.json"
     if cache and path.is_file():
-        return trace_from_dict(json.loads(path.read_text(encoding="utf-8")))
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # damaged: made again
+            return trace_from_dict(json.loads(path.read_text(encoding="utf-8")))
     trace = _trace(name, spec, shapes, lora, rows, dtype)
     if cache:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(f".{os.getpid()}")
-        temporary.write_text(json.dumps(dataclasses.asdict(trace)), encoding="utf-8")
-        temporary.replace(path)  # two processes that plan at the same time must not read half a file
+        with contextlib.suppress(OSError):  # a folder that cannot be written costs time, and no run
+            _store(trace, path)
     return trace
+
+
+def _store(trace: PolicyTrace, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(f".{os.getpid()}")
+    temporary.write_text(json.dumps(dataclasses.asdict(trace)), encoding="utf-8")
+    temporary.replace(path)  # two processes that plan at the same time must not read half a file
 
 
 def trace_from_dict(stored: dict[str, Any]) -> PolicyTrace:

@@ -1,20 +1,21 @@
 """`plan()`: enumerate the candidates, drop what is not exact or does not fit, choose the fastest."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
 from leangrpo.configs.checks import ConfigError
-from leangrpo.configs.schema import Config
-from leangrpo.planners.candidates import enumerate_candidates, preference, refusal
+from leangrpo.configs.schema import CHOICES, Config
+from leangrpo.planners.candidates import enumerate_candidates, find_refusals, preference, refusal
+from leangrpo.planners.hardware import detect_hardware, parse_hardware
 from leangrpo.planners.memory import estimate_memory
 from leangrpo.planners.model_trace import trace_model
 from leangrpo.planners.plan import GB, Plan
 from leangrpo.planners.runtime import estimate_time
-from leangrpo.planners.types import CHOICES, Candidate, Estimate, HardwareSpec, PolicyTrace, Workload
-from leangrpo.planners.workloads import hardware_of, trace_of, workload_of
+from leangrpo.planners.types import Candidate, Estimate, HardwareSpec, PolicyTrace, Workload
+from leangrpo.planners.workloads import hardware_of, pins_of, trace_of, workload_of
 
 _ADAPTERS: dict[str, TypeAdapter[Any]] = {name: TypeAdapter(kind) for name, kind in Candidate.__annotations__.items()}
 TIE = 0.005  # candidates within this of the fastest are as fast: the estimates are not better than that
@@ -23,27 +24,28 @@ TIE = 0.005  # candidates within this of the fastest are as fast: the estimates 
 def plan(
     policy: Config | PolicyTrace | str,
     workload: Workload | None = None,
-    hardware: HardwareSpec | None = None,
+    hardware: HardwareSpec | str | None = None,
     pinned: Mapping[str, Any] | None = None,
 ) -> Plan:
     """The fastest way to execute an update that is exact and fits.
 
     `policy`: a configuration (workload and hardware are then read from it where they are not given), the name of a
-    model family in its default size, or a trace. `pinned`: choices, by name, that are not free. Raises ConfigError for
-    unknown names and values, and if nothing fits: then it says what is closest and how much is missing.
+    model family in its default size, or a trace. `hardware`: as in a configuration, e.g. "8xA6000-48GB"; this machine
+    by default. `pinned`: choices, by name, that are not free, beside those that a configuration pins. Raises
+    ConfigError for unknown names and values, for pins that cannot be, and if nothing fits: then it says what is closest
+    and how much is missing.
     """
+    pins = check_pins(pinned or {})
+    if isinstance(hardware, str):
+        hardware = parse_hardware(hardware)
     if isinstance(policy, Config):
-        trace = trace_of(policy)
+        trace, pins = trace_of(policy), pins_of(policy) | pins
         workload, hardware = workload or workload_of(policy), hardware or hardware_of(policy)
     else:
         trace = trace_model(policy) if isinstance(policy, str) else policy
     if workload is None:
         raise ConfigError("workload: is missing; only a configuration brings its own")
-    if hardware is None:
-        from leangrpo.planners.hardware import detect_hardware
-
-        hardware = detect_hardware()
-    return search(trace, workload, hardware, check_pins(pinned or {}))
+    return search(trace, workload, hardware or detect_hardware(), pins)
 
 
 def check_pins(pinned: Mapping[str, Any]) -> dict[str, Any]:
@@ -65,28 +67,47 @@ def check_pins(pinned: Mapping[str, Any]) -> dict[str, Any]:
 
 def search(trace: PolicyTrace, workload: Workload, hardware: HardwareSpec, pinned: Mapping[str, Any]) -> Plan:
     """As `plan`, with everything given."""
+    _refuse_pins(trace, workload, hardware, pinned)
     candidates = [
         _estimate(candidate, workload, trace, hardware, "checkpointing" not in pinned)
         for candidate in enumerate_candidates(workload, hardware.ranks, pinned)
     ]
     feasible = [one for one in candidates if one.feasible]
     if not feasible:
-        raise ConfigError(_nothing_fits(candidates, workload, hardware))
+        raise ConfigError(_nothing_fits(candidates, workload, hardware, pinned))
     blocks = len(trace.blocks)
     fastest = min(one.time.total for one in feasible)
     tied = [one for one in feasible if one.time.total <= fastest * (1 + TIE)]
     chosen = min(tied, key=lambda one: preference(one.candidate, blocks))
+    order = sorted(candidates, key=lambda one: (not one.feasible, one.time.total, preference(one.candidate, blocks)))
+    return _as_plan(chosen, order, trace, workload, hardware, pinned)
+
+
+def predict(
+    candidate: Candidate, trace: PolicyTrace, workload: Workload, hardware: HardwareSpec, pinned: Mapping[str, Any]
+) -> Plan:
+    """The plan of a run that was begun with `candidate`: nothing is chosen any more, and nothing refused."""
+    judged = _judge(candidate, workload, trace, hardware)
+    return _as_plan(judged, [judged], trace, workload, hardware, pinned)
+
+
+def _as_plan(
+    chosen: Estimate,
+    candidates: Sequence[Estimate],
+    trace: PolicyTrace,
+    workload: Workload,
+    hardware: HardwareSpec,
+    pinned: Mapping[str, Any],
+) -> Plan:
     natives = [
         _estimate(candidate, workload, trace, hardware, True)
         for candidate in enumerate_candidates(workload, hardware.ranks, {"schedule": "native"})
     ]
-    best = min((one.time.total for one in natives if one.feasible), default=None)
-    order = sorted(candidates, key=lambda one: (not one.feasible, one.time.total, preference(one.candidate, blocks)))
     return Plan(
         chosen=chosen,
-        candidates=tuple(order),
+        candidates=tuple(candidates),
         public_native=public_native(trace, workload, hardware),
-        best_native_seconds=best,
+        best_native_seconds=min((one.time.total for one in natives if one.feasible), default=None),
         trace=trace,
         workload=workload,
         hardware=hardware,
@@ -94,13 +115,23 @@ def search(trace: PolicyTrace, workload: Workload, hardware: HardwareSpec, pinne
     )
 
 
+def _refuse_pins(trace: PolicyTrace, workload: Workload, hardware: HardwareSpec, pinned: Mapping[str, Any]) -> None:
+    """ConfigError if workload, hardware and pins cannot be together, whatever the other choices are."""
+    for one in find_refusals(workload, hardware, pinned):
+        raise ConfigError(f"{one.subject}: {one.text}")
+    count, blocks = pinned.get("checkpointing"), len(trace.blocks)
+    if isinstance(count, int) and count > blocks:
+        raise ConfigError(f"checkpointing={count}: the policy has {blocks} blocks; use all, none, or 1 to {blocks}")
+
+
 def public_native(trace: PolicyTrace, workload: Workload, hardware: HardwareSpec) -> Estimate:
     """Native as the public trainers run it: one sample at a time, everything checkpointed, every backward reduced.
 
-    Full fine-tuning shards parameters (DanceGRPO); a frozen base is whole on every rank if it fits (Flow-GRPO).
+    Full fine-tuning shards parameters (DanceGRPO); a frozen base is whole on every rank if it fits (Flow-GRPO). Only
+    memory is judged: the engine itself refuses such reductions under ZeRO.
     """
-    alone = hardware.ranks == 1
-    whole = alone or workload.backend in ("zero1", "zero2") or workload.weights == "lora"
+    alone, backend = hardware.ranks == 1, workload.backend
+    whole = alone or backend in ("replicated", "zero1", "zero2") or (workload.weights == "lora" and backend != "zero3")
     candidate = Candidate(
         schedule="native",
         buffers="per_sample",
@@ -111,9 +142,9 @@ def public_native(trace: PolicyTrace, workload: Workload, hardware: HardwareSpec
         residency="resident" if whole else "resharded",
         samples_per_forward=1,
     )
-    judged = _judge(candidate, workload, trace, hardware)
-    if workload.weights == "lora" and judged.missing_bytes and not alone:
-        judged = _judge(replace(candidate, residency="resharded"), workload, trace, hardware)
+    judged = _estimate_both(candidate, workload, trace, hardware, "")
+    if workload.weights == "lora" and judged.missing_bytes and not alone and backend in ("fsdp2", "hsdp"):
+        judged = _estimate_both(replace(candidate, residency="resharded"), workload, trace, hardware, "")
     return judged
 
 
@@ -141,9 +172,16 @@ def _estimate(
 
 
 def _judge(candidate: Candidate, workload: Workload, trace: PolicyTrace, hardware: HardwareSpec) -> Estimate:
+    refused = refusal(candidate, workload, trace, hardware)
+    return _estimate_both(candidate, workload, trace, hardware, refused)
+
+
+def _estimate_both(
+    candidate: Candidate, workload: Workload, trace: PolicyTrace, hardware: HardwareSpec, reason: str
+) -> Estimate:
+    """Memory and time; `reason`: why the candidate is out already, empty if it is not."""
     memory = estimate_memory(candidate, workload, trace, hardware)
     time = estimate_time(candidate, workload, trace, hardware)
-    reason = refusal(candidate, workload, trace, hardware)
     missing = max(0, memory.peak + memory.margin - hardware.memory_bytes)
     host_share = hardware.host_memory_bytes // hardware.ranks_per_node
     if not reason and missing:
@@ -161,18 +199,24 @@ def _largest_part(memory: Any) -> str:
     return max((*parts, "temporaries", "other_models"), key=lambda name: getattr(memory, name)).replace("_", " ")
 
 
-def _nothing_fits(candidates: list[Estimate], workload: Workload, hardware: HardwareSpec) -> str:
+def _nothing_fits(
+    candidates: list[Estimate], workload: Workload, hardware: HardwareSpec, pinned: Mapping[str, Any]
+) -> str:
+    pins = " ".join(f"{name}={value}" for name, value in pinned.items())
     short = [one for one in candidates if one.missing_bytes]
     if not short:
-        return f"nothing can be executed: {candidates[0].reason}"
+        return f"{pins or 'plan'}: nothing can be executed: {candidates[0].reason}; set one of the choices to auto"
     closest = min(short, key=lambda one: one.missing_bytes)
     choice = closest.candidate
     named = f"schedule={choice.schedule} checkpointing={choice.checkpointing} residency={choice.residency}"
     if choice.schedule == "reweight":
         named += f" buffers={choice.buffers}"
-    ways = ["more ranks"] if hardware.ranks > 1 else ["several ranks"]
+    ways = [f"auto for one of {', '.join(pinned)}"] if pinned else []
+    ways += ["more ranks"] if hardware.ranks > 1 else ["several ranks"]
     ways += ["policy.weights=lora"] if workload.weights == "full" else []
-    ways += ["optimizer.name=adamw_8bit"] if workload.weights == "full" and workload.optimizer == "adamw" else []
+    if workload.weights == "full" and workload.optimizer == "adamw":
+        smaller = replace(workload, optimizer="adamw_8bit")
+        ways += [] if find_refusals(smaller, hardware, {}) else ["optimizer.name=adamw_8bit"]
     ways += ["a smaller sample"]
     return (
         f"hardware={hardware.title}: nothing fits; closest is {named} buffer_dtype={choice.buffer_dtype} "

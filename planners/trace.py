@@ -25,7 +25,7 @@ Storages = dict[int, Any]
 
 def trace_module(
     module: nn.Module,
-    inputs: Mapping[str, Tensor],
+    inputs: Mapping[str, Any],
     *,
     dtype: Literal["float32", "bfloat16"],
     batch: int = 1,
@@ -35,15 +35,16 @@ def trace_module(
     """Trace `module(**inputs)`, whose result or its first part is the prediction.
 
     `module` may be on any device, meta included; it is not changed. Parameters and floating inputs count as `dtype`
-    (inputs in float32 stay). `inputs`: of one sample, that is `batch` rows (two under classifier-free guidance); only
-    their shapes are used. `latents`: the input that changes from step to step, the first by default.
+    (inputs in float32 stay). `inputs`: of one sample, that is `batch` rows (two under classifier-free guidance); of
+    tensors only the shapes are used. `latents`: the input that changes from step to step, the first by default.
     """
     with FakeTensorMode(allow_non_fake_inputs=True):
         run = TraceRun(module, DTYPES[dtype])
-        fakes = {key: torch.empty(value.shape, dtype=value.dtype) for key, value in inputs.items()}
-        run.forward_and_backward(fakes, batch)
+        given = {key: _fake_input(value) for key, value in inputs.items()}
+        fakes = {key: value for key, value in given.items() if isinstance(value, Tensor)}
+        run.forward_and_backward(given, batch)
         saved = [run.saved(k) for k in range(len(run.order) + 1)]
-        peaks, first = run.peaks(saved), latents or next(iter(inputs))
+        peaks, first = run.peaks(saved), latents or next(iter(fakes))
     return PolicyTrace(
         name=name or type(module).__name__,
         dtype=dtype,
@@ -104,10 +105,11 @@ class TraceRun:
         self._now: nn.Module = module
         self._transient = 0
 
-    def forward_and_backward(self, inputs: dict[str, Tensor], batch: int) -> None:
+    def forward_and_backward(self, inputs: dict[str, Any], batch: int) -> None:
         """Fill the books. Raises RuntimeError where the module cannot run on fake tensors."""
-        self.ledger.ignore([*self.tensors.values(), *inputs.values()])
-        self.ledger.mark_samples(t for t in inputs.values() if t.dim() and t.shape[0] == batch)
+        tensors = [value for value in inputs.values() if isinstance(value, Tensor)]
+        self.ledger.ignore([*self.tensors.values(), *tensors])
+        self.ledger.mark_samples(t for t in tensors if t.dim() and t.shape[0] == batch)
         removers = [hook for block in self.names for hook in self._watch(block)]
         try:
             with self.ledger, torch.autograd.graph.saved_tensors_hooks(self._save, lambda saved: saved):
@@ -219,6 +221,10 @@ def _fake(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     if tensor.requires_grad:
         fake.requires_grad_(True).register_post_accumulate_grad_hook(_drop_gradient)
     return fake
+
+
+def _fake_input(value: Any) -> Any:
+    return torch.empty(value.shape, dtype=value.dtype) if isinstance(value, Tensor) else value
 
 
 def _drop_gradient(parameter: Tensor) -> None:

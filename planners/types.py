@@ -4,13 +4,24 @@ and what they are judged by: `Workload`, `PolicyTrace`, `HardwareSpec`; what com
 """
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Literal
 
-from leangrpo.configs.schema import BufferDevice, BufferDtype, Buffers, Checkpointing, Config, Residency, Schedule, Sync
+from leangrpo.configs.checks import ConfigError
+from leangrpo.configs.ranks import ranks_per_prompt
+from leangrpo.configs.schema import (
+    CHOICES,
+    Backend,
+    BufferDevice,
+    BufferDtype,
+    Buffers,
+    Checkpointing,
+    Config,
+    Residency,
+    Schedule,
+    Sync,
+)
 
-PlannedBuffers = Buffers | Literal["streaming_sharded"]
-Backend = Literal["replicated", "fsdp2", "hsdp", "zero1", "zero2", "zero3"]
 BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -19,7 +30,7 @@ class Candidate:
     """One way to execute an update; the same names in YAML, on the command line and in code."""
 
     schedule: Schedule
-    buffers: PlannedBuffers
+    buffers: Buffers
     buffer_dtype: BufferDtype
     buffer_device: BufferDevice
     sync: Sync
@@ -29,11 +40,22 @@ class Candidate:
 
     @classmethod
     def from_config(cls, config: Config) -> "Candidate":
-        """The choices that `config` pins."""
-        return cls(**{name: getattr(config, name) for name in cls.__dataclass_fields__})
+        """The choices of `config`. ConfigError if one is still auto."""
+        choices = {name: getattr(config, name) for name in CHOICES}
+        for name, value in choices.items():
+            if value == "auto":
+                raise ConfigError(
+                    f"{name}=auto: nothing has been chosen yet; plan first: "
+                    "config = engine.plan(config).candidate.resolve(config), or see leangrpo plan"
+                )
+        return cls(**choices)
+
+    def resolve(self, config: Config) -> Config:
+        """`config` with these choices."""
+        return replace(config, **asdict(self))
 
 
-CHOICES: tuple[str, ...] = tuple(Candidate.__dataclass_fields__)
+assert tuple(Candidate.__dataclass_fields__) == CHOICES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,8 +253,8 @@ class Layout:
 
     @classmethod
     def of(cls, workload: Workload, ranks: int) -> "Layout":
-        """g as the workload says, or gcd(M, R), the largest that divides both."""
-        together = workload.ranks_per_prompt or math.gcd(workload.group_size, ranks)
+        """As the engine shares the work out, see configs/ranks.py."""
+        together = ranks_per_prompt(workload.group_size, ranks, workload.ranks_per_prompt)
         rounds = math.ceil(workload.prompts_per_update / (ranks // together))
         return cls(ranks_per_group=together, samples=workload.group_size // together, rounds=rounds)
 

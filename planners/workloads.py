@@ -1,6 +1,8 @@
 """From a configuration to what it asks of the machine: `Workload`, trace, hardware."""
 
-from leangrpo.configs.schema import Config
+from typing import Any
+
+from leangrpo.configs.schema import CHOICES, Config
 from leangrpo.planners.hardware import detect_hardware, parse_hardware
 from leangrpo.planners.model_trace import LoraSpec, find_model, trace_model
 from leangrpo.planners.models import ModelSpec
@@ -27,6 +29,9 @@ def workload_of(config: Config) -> Workload:
         affine_advantage=advantage.best_of_n is None,
         precision=config.precision,
         optimizer=config.optimizer.name,
+        backend=config.backend,
+        shard_ranks=config.shard_ranks,
+        ranks_per_prompt=config.ranks_per_prompt,
         other_models=_other_models(config, find_model(config.policy.name)),
     )
 
@@ -44,6 +49,11 @@ def trace_of(config: Config) -> PolicyTrace:
         guided=config.sampler.guidance not in (None, 1.0),
         dtype=config.precision,
     )
+
+
+def pins_of(config: Config) -> dict[str, Any]:
+    """The choices that `config` does not leave to the planner."""
+    return {name: value for name in CHOICES if (value := getattr(config, name)) != "auto"}
 
 
 def hardware_of(config: Config) -> HardwareSpec:

@@ -8,6 +8,7 @@ from small import brightness, small_config, small_engine
 from torch import Tensor
 
 from leangrpo.engine.distributed import World
+from leangrpo.engine.memory_meter import MemoryMeter
 from leangrpo.engine.types import StepMetrics
 from leangrpo.planners.calibrate import measure_collectives
 from leangrpo.tools.count_collectives import count_update
@@ -30,6 +31,17 @@ def train(world: World, cases: list[dict[str, Any]], updates: int = 3) -> list[O
 def collectives(world: World, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What `count_update` sees of each case."""
     return [count_update(small_engine(small_config(**case), world=world), PROMPTS) for case in cases]
+
+
+def gradient_buffers(world: World, cases: list[dict[str, Any]]) -> list[float]:
+    """The most that gradient buffers took in one update of each case, in copies of the trainable parameters."""
+    copies = []
+    for case in cases:
+        engine = small_engine(small_config(**case), world=world)
+        with MemoryMeter(engine) as meter:
+            engine.train_step(PROMPTS[: case["prompts_per_update"]])
+        copies.append(meter.peaks_of["gradient_buffers"] / (4 * engine.gradients.numel))
+    return copies
 
 
 def failing_reward(images: Tensor, prompts: list[str]) -> Tensor:

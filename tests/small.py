@@ -26,12 +26,22 @@ PROMPTS = ["one", "two", "three"]
 
 
 def small_config(**changes: Any) -> Config:
-    """3 prompts x 4 samples, 4 of 5 steps; `changes` to top-level keys, or `section={...}` to a section's."""
+    """3 prompts x 4 samples, 4 of 5 steps, every choice pinned.
+
+    `changes` to top-level keys, or `section={...}` to a section's.
+    """
     sections = {"algorithm", "sampler", "policy", "optimizer"}
     config = Config(
         out_dir="unused",
         prompts_per_update=3,
         group_size=4,
+        schedule="reweight",
+        buffers="streaming",
+        buffer_dtype="float32",
+        buffer_device="device",
+        sync="every_update",
+        checkpointing="none",
+        residency="resident",
         samples_per_forward=2,
         sampler=SamplerConfig(denoising_steps=5),
         algorithm=AlgorithmConfig(selected_steps=4, advantage=AdvantageConfig()),

@@ -6,9 +6,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from leangrpo.configs.checks import ConfigError, check_trainable, check_world_size
+from leangrpo.configs.checks import ConfigError, check_trainable
 from leangrpo.configs.help import describe_keys
 from leangrpo.configs.loader import load_config
+from leangrpo.configs.ranks import check_world_size
 
 MISTAKE, FAILED, INTERRUPTED = 2, 1, 130
 
@@ -107,9 +108,7 @@ def plan(arguments: argparse.Namespace) -> int:
     """Print the plan of a configuration."""
     from leangrpo.tools.plan import plan_command
 
-    return plan_command(
-        arguments.config, arguments.overrides, hardware=None, as_json=arguments.json, show_all=arguments.all
-    )
+    return plan_command(arguments.config, arguments.overrides, as_json=arguments.json, show_all=arguments.all)
 
 
 def sample(arguments: argparse.Namespace) -> int:

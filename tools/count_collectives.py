@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from leangrpo.configs.checks import ConfigError
 from leangrpo.configs.loader import load_config
 from leangrpo.engine.distributed import World, joined
+from leangrpo.engine.planning import choose
 from leangrpo.engine.prompts import load_prompts, prompts_of_update
 from leangrpo.engine.trainer import Engine, choose_device
 
@@ -146,6 +147,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         world = World.from_environment()
         device = choose_device(config.device, world)
         with joined(world, device, always=True, timeout_seconds=config.timeout):
+            config = choose(config, world).candidate.resolve(config)
             engine = Engine.from_config(config, world)
             prompts = prompts_of_update(load_prompts(config.prompts), config.seed, 0, config.prompts_per_update)
             result = count_update(engine, prompts)

@@ -11,8 +11,21 @@ from leangrpo.engine.images import replace_image, save_grid, to_pil
 from leangrpo.engine.noise import Noise
 from leangrpo.engine.trainer import Engine
 
-ONE_PROCESS = ("backend=replicated", "shard_ranks=null", "residency=resident")
-"""drawing needs none of a run's backend, whatever wrote the checkpoint"""
+ONE_PROCESS = (
+    "backend=replicated",
+    "shard_ranks=null",
+    "ranks_per_prompt=null",
+    "optimizer.name=adamw",
+    "schedule=native",
+    "buffers=per_sample",
+    "buffer_dtype=float32",
+    "buffer_device=device",
+    "sync=every_update",
+    "checkpointing=none",
+    "residency=resident",
+    "samples_per_forward=1",
+)
+"""drawing needs none of what a run is executed with"""
 
 
 def sample_run(

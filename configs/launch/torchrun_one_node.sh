@@ -2,7 +2,7 @@
 # One machine, started by torchrun: a process per GPU, or as many as NPROC says (without a GPU it must say).
 #
 #   bash configs/launch/torchrun_one_node.sh CONFIG [key=value ...]
-#   NPROC=2 bash configs/launch/torchrun_one_node.sh digits_flowgrpo_lora backend=fsdp2 samples_per_forward=4
+#   NPROC=2 bash configs/launch/torchrun_one_node.sh digits_flowgrpo_lora backend=fsdp2
 #
 # --max-restarts: after a process dies, all are started again; with resume=true they go on from the last checkpoint.
 set -euo pipefail
