@@ -7,7 +7,7 @@ slower of the two at every block. Whether reduce-scatters hide behind compute is
 
 from dataclasses import dataclass
 
-from leangrpo.planners.memory import local_trainable
+from leangrpo.planners.memory import WHOLE, local_trainable, shard_ranks
 from leangrpo.planners.types import BYTES, Candidate, HardwareSpec, Layout, PolicyTrace, Workload
 
 STREAM = 0.9  # part of the data-sheet memory bandwidth that streaming kernels sustain
@@ -40,7 +40,7 @@ class Costs:
             once_more = 0 < index <= k  # the root is never checkpointed
             compute = self.compute(samples * flops * ratio, backward=True) + once_more * self.compute(samples * flops)
             computes.append(self._busy(compute, flops * (issue + once_more * again)))
-        hides = self.reduces_every_backward and self.hardware.overlaps_reduce
+        hides = self.reduces_every_backward and self.hardware.overlaps_reduce and self._shards > 1
         passed = self._pass(computes, self.reduction() if hides else 0.0)
         if self.reduces_every_backward:
             return passed + (0.0 if hides else self.reduction())
@@ -53,20 +53,27 @@ class Costs:
 
     def gather_once(self) -> float:
         """Of gathering, after an optimizer step, everything that then stays resident."""
-        if self._gathers_in_turn or self.hardware.ranks == 1:
+        if self._gathers_in_turn or self._shards == 1:
             return 0.0
-        size = self.trace.trainable if self._whole_by_backend else self.trace.parameters
-        return self._collectives(size * self._precision, self.hardware.all_gather_bandwidth)
+        size = self.trace.trainable if self.workload.backend in WHOLE else self.trace.parameters
+        return self._groups_latency + self._gather_seconds(size * self._precision)
 
     def reduction(self) -> float:
         """Of one reduction of all trainable gradients: packing, the collectives, adding the shard to the gradient."""
-        if self.hardware.ranks == 1:
+        hardware, size, local = self.hardware, self.trace.trainable * self._buffer, self._local_trainable
+        if hardware.ranks == 1:
             return 0.0
-        size = self.trace.trainable * self._buffer
-        packing = self.memory(2 * size + 3 * 4 * local_trainable(self.trace, self.hardware))
-        times = 2 if self._whole_by_backend else 1  # ZeRO 1 and 2 execute an all-reduce
-        seconds = packing + times * self._collectives(size, self.hardware.reduce_scatter_bandwidth)
-        return seconds + (size / self.hardware.host_bandwidth if self._on_host else 0.0)
+        fetched = size / hardware.host_bandwidth if self._on_host else 0.0
+        if self.workload.backend == "replicated":  # the flat buffer as it is
+            return fetched + hardware.collective_latency + self._all_reduce_seconds(size, hardware.ranks)
+        packing = self.memory(2 * size + 3 * 4 * local)
+        times = 2 if self.workload.backend in WHOLE else 1  # ZeRO 1 and 2 execute an all-reduce
+        inside = self._bandwidth(hardware.reduce_scatter_bandwidth, self._shards)
+        seconds = packing + times * (self._groups_latency + size * _ring(self._shards) / inside)
+        if self.workload.backend == "hsdp":
+            copies = hardware.ranks // self._shards
+            seconds += self._groups_latency + self._all_reduce_seconds(size / self._shards, copies)
+        return fetched + seconds
 
     def accumulate(self, samples: int) -> float:
         """Of adding one backward's gradients to local buffers; one by one where samples are kept apart."""
@@ -94,7 +101,7 @@ class Costs:
 
     def optimizer(self) -> float:
         """Of one step on this rank's shard."""
-        return self.memory(ADAMW_TRAFFIC * local_trainable(self.trace, self.hardware))
+        return self.memory(ADAMW_TRAFFIC * self._local_trainable)
 
     def other_models(self, per: str, uses: int) -> float:
         """Of `uses` uses of the frozen models per "prompt" or "sample"; those on the host are fetched once for all."""
@@ -134,8 +141,8 @@ class Costs:
         trained = [trace.root_trainable, *(block.trainable for block in trace.blocks)]
         links = [reduced * size / (trace.trainable or 1) for size in trained]
         if self._gathers_in_turn:
-            rate = self._volume() / self._bandwidth(self.hardware.all_gather_bandwidth)
-            gathers = [self.hardware.collective_latency + size * self._precision * rate for size in sizes]
+            latency = self.hardware.collective_latency
+            gathers = [latency + self._gather_seconds(size * self._precision) for size in sizes]
             links = [link + gather for link, gather in zip(links, gathers, strict=True)]
             # what was gathered is split into parameters by copying, in the stream that computes
             copies = [self.memory(2 * size * self._precision) for size in sizes]
@@ -143,12 +150,16 @@ class Costs:
         return links[0] + sum(map(max, computes, [*links[1:], 0.0]))
 
     @property
-    def _whole_by_backend(self) -> bool:
-        return self.workload.backend in ("zero1", "zero2")
+    def _shards(self) -> int:
+        return shard_ranks(self.workload, self.hardware)
+
+    @property
+    def _local_trainable(self) -> int:
+        return local_trainable(self.workload, self.trace, self.hardware)
 
     @property
     def _gathers_in_turn(self) -> bool:
-        return self.hardware.ranks > 1 and self.candidate.residency == "resharded" and not self._whole_by_backend
+        return self._shards > 1 and self.candidate.residency == "resharded" and self.workload.backend not in WHOLE
 
     @property
     def _on_host(self) -> bool:
@@ -162,15 +173,24 @@ class Costs:
     def _buffer(self) -> int:
         return BYTES[self.candidate.buffer_dtype]
 
-    def _volume(self) -> float:
-        """Part of the bytes that a ring moves through every rank."""
-        return (self.hardware.ranks - 1) / self.hardware.ranks
+    @property
+    def _groups_latency(self) -> float:
+        """Of one collective per parameter group."""
+        return (len(self.trace.blocks) + 1) * self.hardware.collective_latency
 
-    def _bandwidth(self, inside: float) -> float:
-        """A ring over several nodes is as slow as the links between them."""
-        return inside if self.hardware.nodes == 1 else min(inside, self.hardware.node_bandwidth)
+    def _gather_seconds(self, size: float) -> float:
+        return size * _ring(self._shards) / self._bandwidth(self.hardware.all_gather_bandwidth, self._shards)
 
-    def _collectives(self, size: float, bandwidth: float) -> float:
-        """Of one collective per parameter group, `size` bytes in all."""
-        latency = (len(self.trace.blocks) + 1) * self.hardware.collective_latency
-        return latency + size * self._volume() / self._bandwidth(bandwidth)
+    def _all_reduce_seconds(self, size: float, ranks: int) -> float:
+        """A reduce-scatter and an all-gather of `size` bytes; those of hsdp's copies cross nodes if there are any."""
+        rates = (self.hardware.reduce_scatter_bandwidth, self.hardware.all_gather_bandwidth)
+        return sum(size * _ring(ranks) / self._bandwidth(rate, self.hardware.ranks) for rate in rates)
+
+    def _bandwidth(self, inside: float, ranks: int) -> float:
+        """A ring of `ranks` that spans several nodes is as slow as the links between them."""
+        return inside if ranks <= self.hardware.ranks_per_node else min(inside, self.hardware.node_bandwidth)
+
+
+def _ring(ranks: int) -> float:
+    """Part of the bytes that a ring moves through every rank."""
+    return (ranks - 1) / ranks

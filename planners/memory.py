@@ -1,6 +1,6 @@
 """Device memory of one rank at its peak, per candidate: pure functions of workload, trace and hardware.
 
-An update passes through four phases (encoding, backward, reduction, optimizer step); what is held in each is added up
+An update passes through six phases (encoding or decoding, rollout, backward, correction, reduction, optimizer step); what is held in each is added up
 and the largest is the peak. docs/planner.md lists the terms.
 """
 
@@ -11,6 +11,8 @@ from leangrpo.planners.types import BYTES, Candidate, HardwareSpec, Layout, Memo
 
 MASTER = 4  # bytes of a float32 master weight, and of the gradient that the optimizer reads
 STATES = {"adamw": 8.0, "adamw_8bit": 2.0 + 8 / 256}  # two moments; in 8 bit with two float32 scales per 256 values
+WHOLE = ("replicated", "zero1", "zero2")  # backends under which the parameters that compute are never sharded
+IN_FLIGHT = 2  # parameter groups that the engine packs and reduces at once under FSDP2
 ZERO_BUCKET = 500_000_000  # elements; DeepSpeed's default reduce_bucket_size (zero/config.py), allocated in stages 1, 2
 
 COMPONENTS = (
@@ -33,26 +35,35 @@ class BufferCopies:
     """while graphs are alive"""
     correction: float
     """while advantages are applied"""
+    reduction: float
+    """while gradients are reduced"""
 
 
 def estimate_memory(
-    candidate: Candidate, workload: Workload, trace: PolicyTrace, hardware: HardwareSpec
+    candidate: Candidate, workload: Workload, trace: PolicyTrace, hardware: HardwareSpec, *, by_block: bool = False
 ) -> MemoryEstimate:
-    """The peak of one rank. Frees of the update before are assumed to be complete when the next begins."""
+    """The peak of one rank. Frees of the update before are assumed to be complete when the next begins.
+
+    `by_block`: as FSDP2 itself would do it under sync=every_backward, which reduces a block's gradients as soon as it
+    has them; this engine gathers them in a flat buffer first.
+    """
     models = workload.other_models
     static = {
         "parameters": _sharded_parameters(workload, trace, hardware),
-        "optimizer_states": int(local_trainable(trace, hardware) * STATES[workload.optimizer]),
+        "optimizer_states": int(local_trainable(workload, trace, hardware) * STATES[workload.optimizer]),
         "other_models": sum(model.bytes for model in models if model.place == "device")
         + _reference(workload, trace, hardware),
     }
     phases = _phases(candidate, workload, trace, hardware)
+    if by_block:
+        for name in ("rollout", "backward", "reduction"):
+            phases[name]["gradient_buffers"] = 0
     phase = max(phases, key=lambda name: sum(phases[name].values()))
     held = dict.fromkeys(COMPONENTS, 0) | static | phases[phase]
     peak = sum(held.values())
     host = sum(model.bytes for model in models if model.place == "host")
     if candidate.buffer_device == "host":
-        copies = buffer_copies(candidate, workload, hardware.ranks).correction
+        copies = buffer_copies(candidate, workload, hardware).correction
         host += int(copies * trace.trainable * BYTES[candidate.buffer_dtype])
     margin = int(hardware.reserved_bytes + hardware.fragmentation * peak)
     return MemoryEstimate(**held, peak=peak, margin=margin, phase=phase, host=host)
@@ -62,38 +73,53 @@ def _phases(
     candidate: Candidate, workload: Workload, trace: PolicyTrace, hardware: HardwareSpec
 ) -> dict[str, dict[str, int]]:
     """What is held on the device in each part of an update, beside what always is."""
-    copies = buffer_copies(candidate, workload, hardware.ranks)
+    copies = buffer_copies(candidate, workload, hardware)
     buffer = trace.trainable * BYTES[candidate.buffer_dtype] * (candidate.buffer_device == "device")
-    gradient = MASTER * local_trainable(trace, hardware)
-    alone, accumulates = hardware.ranks == 1, _accumulates(candidate, workload, hardware)
+    gradient = MASTER * local_trainable(workload, trace, hardware)
+    whole, accumulates = shard_ranks(workload, hardware) == 1, _accumulates(candidate, workload, hardware)
     resident = _resident(candidate, workload, trace, hardware)
-    stored = _stored_transitions(candidate, workload, trace, hardware)
+    stored, layout = _stored_transitions(candidate, workload, trace, hardware), Layout.of(workload, hardware.ranks)
     fetched = max((model.bytes for model in workload.other_models if model.place == "host"), default=0)
+    retained = _retained(candidate, workload, trace, hardware)
+    batch, one_step = candidate.samples_per_forward, candidate.samples_per_forward * trace.peak_bytes[_k(candidate, trace)]
+    last_graph = _graph(candidate, trace) * (retained > 0)
+    backward_buffers = int(copies.backward * buffer)
     return {
         "encoding or decoding": {
             "gathered_parameters": resident,
-            "gradient_buffers": int(copies.backward * buffer),
+            "gradient_buffers": backward_buffers,
             "gradients": gradient * accumulates,
             "activations": stored,
             "temporaries": fetched,
         },
+        "rollout": {
+            "gathered_parameters": resident or _gathered_in_turn(workload, trace, hardware),
+            "gradient_buffers": backward_buffers if layout.rounds > 1 or candidate.schedule == "reweight" else 0,
+            "gradients": gradient * accumulates,
+            "activations": batch * trace.rollout_bytes + retained + stored,
+        },
         "backward": {
-            "gathered_parameters": resident or _gathered_in_turn(trace, hardware),
-            "gradient_buffers": int(copies.backward * buffer),
-            "gradients": gradient * (accumulates and not alone),
-            "activations": _activations(candidate, workload, trace, hardware) + stored,
+            "gathered_parameters": resident or _gathered_in_turn(workload, trace, hardware),
+            "gradient_buffers": backward_buffers,
+            "gradients": gradient * accumulates,
+            "activations": one_step + retained - last_graph + stored,
             "temporaries": _backward_temporaries(candidate, workload, trace, hardware, resident),
         },
-        "correction and reduction": {
+        "correction": {
             "gathered_parameters": resident,
             "gradient_buffers": int(copies.correction * buffer),
-            "gradients": gradient * (not alone),
+            "gradients": gradient * accumulates,
             "activations": stored,
-            "temporaries": _largest_group(trace, trainable=True) * BYTES[candidate.buffer_dtype] * (buffer == 0),
+        },
+        "reduction": {
+            "gathered_parameters": resident,
+            "gradient_buffers": int(copies.reduction * buffer),
+            "gradients": gradient * (accumulates or (whole and candidate.buffer_dtype != "float32")),
+            "activations": stored + (retained - last_graph) * (candidate.sync == "every_backward"),
+            "temporaries": _reduction_temporaries(candidate, workload, trace, hardware),
         },
         "optimizer step": {
-            "gathered_parameters": resident if alone or workload.backend in ("zero1", "zero2") else 0,
-            "gradient_buffers": buffer * (alone and candidate.buffer_dtype != "float32"),  # else read as it is
+            "gathered_parameters": resident if whole or workload.backend in WHOLE else 0,
             "gradients": gradient,
             "activations": stored,
         },
@@ -103,36 +129,49 @@ def _phases(
 def _accumulates(candidate: Candidate, workload: Workload, hardware: HardwareSpec) -> bool:
     """Whether reduced gradients wait for more while backwards go on."""
     several = Layout.of(workload, hardware.ranks).rounds > 1
+    if candidate.schedule == "reweight" and candidate.buffers == "streaming_sharded":
+        return several and not workload.global_std
     return candidate.sync == "every_backward" or (candidate.sync == "every_group" and several)
 
 
-def buffer_copies(candidate: Candidate, workload: Workload, ranks: int) -> BufferCopies:
+def buffer_copies(candidate: Candidate, workload: Workload, hardware: HardwareSpec) -> BufferCopies:
     """How many full-size gradient buffers a schedule keeps.
 
     The table of docs/planner.md. `total`: what already has its advantage and waits for the one reduction; with a global
-    std one undivided sum per reward term takes its place.
+    std one undivided sum per reward term takes its place. Sharded sums go into the sharded gradients instead.
     """
-    layout = Layout.of(workload, ranks)
-    several = layout.rounds > 1 or ranks == 1
+    layout, shards = Layout.of(workload, hardware.ranks), shard_ranks(workload, hardware)
+    several = layout.rounds > 1 or shards == 1
     sums = workload.reward_terms if workload.global_std else 1
     if candidate.schedule != "reweight":
-        none = candidate.sync == "every_backward" and ranks > 1
-        return BufferCopies(backward=0.0 if none else 1.0, correction=0.0 if none else 1.0)
-    running = 1 + workload.reward_terms
-    pending, total = {
-        "per_sample": (float(layout.samples), float(sums)),
-        "streaming": (float(candidate.samples_per_forward + running), float(sums)),
-        "streaming_sharded": (candidate.samples_per_forward + running / ranks, sums / ranks),
-    }[candidate.buffers]
+        return BufferCopies(backward=1.0, correction=1.0, reduction=1.0)
+    running, batch, with_kl = 1 + workload.reward_terms, candidate.samples_per_forward, workload.beta > 0
+    if candidate.buffers == "streaming_sharded":
+        held = batch + (running + workload.global_std * sums) / shards + float(with_kl)
+        return BufferCopies(backward=held, correction=held, reduction=held)
+    pending = float(layout.samples if candidate.buffers == "per_sample" else batch + running)
     keeps_total = candidate.sync == "every_update" and several
-    kl = workload.beta > 0 and (workload.global_std or not keeps_total)
-    held = pending + float(kl) + (total if keeps_total and layout.rounds > 1 else 0.0)
-    return BufferCopies(backward=held, correction=pending + float(kl) + (total if keeps_total else 0.0))
+    kl = with_kl and (workload.global_std or not keeps_total)
+    held = pending + float(kl) + (float(sums) if keeps_total and layout.rounds > 1 else 0.0)
+    weighted = pending + float(kl) + float(sums)
+    # the schedule and what it holds is gone before the one reduction of an update
+    return BufferCopies(
+        backward=held, correction=weighted, reduction=1.0 if candidate.sync == "every_update" else weighted
+    )
 
 
-def local_trainable(trace: PolicyTrace, hardware: HardwareSpec) -> int:
+def shard_ranks(workload: Workload, hardware: HardwareSpec) -> int:
+    """Ranks that share one copy of masters and optimizer states."""
+    if workload.backend == "replicated":
+        return 1
+    if workload.backend == "hsdp":
+        return min(workload.shard_ranks or hardware.ranks_per_node, hardware.ranks)
+    return hardware.ranks
+
+
+def local_trainable(workload: Workload, trace: PolicyTrace, hardware: HardwareSpec) -> int:
     """Trainable parameters whose optimizer states this rank holds."""
-    return math.ceil(trace.trainable / hardware.ranks)
+    return math.ceil(trace.trainable / shard_ranks(workload, hardware))
 
 
 def _sharded_parameters(workload: Workload, trace: PolicyTrace, hardware: HardwareSpec) -> int:
@@ -140,21 +179,21 @@ def _sharded_parameters(workload: Workload, trace: PolicyTrace, hardware: Hardwa
     frozen = (trace.parameters - trace.trainable) * BYTES[workload.precision]
     if workload.backend in ("zero1", "zero2") and hardware.ranks > 1:
         frozen = 0  # whole on every rank, among the gathered
-    return MASTER * local_trainable(trace, hardware) + frozen // hardware.ranks
+    return MASTER * local_trainable(workload, trace, hardware) + frozen // shard_ranks(workload, hardware)
 
 
 def _resident(candidate: Candidate, workload: Workload, trace: PolicyTrace, hardware: HardwareSpec) -> int:
     """Bytes of the whole working copy; 0 if parameters are gathered in turn."""
-    if hardware.ranks == 1:
+    if shard_ranks(workload, hardware) == 1:
         return trace.trainable * BYTES[workload.precision] * (workload.precision != "float32")
-    if candidate.residency == "resident" or workload.backend in ("zero1", "zero2"):
+    if candidate.residency == "resident" or workload.backend in WHOLE:
         return trace.parameters * BYTES[workload.precision]
     return 0
 
 
-def _gathered_in_turn(trace: PolicyTrace, hardware: HardwareSpec) -> int:
+def _gathered_in_turn(workload: Workload, trace: PolicyTrace, hardware: HardwareSpec) -> int:
     """The root, which FSDP2 keeps after its forward, and the largest pair of current and prefetched block."""
-    if hardware.ranks == 1:
+    if shard_ranks(workload, hardware) == 1:
         return 0
     sizes = [block.parameters for block in trace.blocks]
     pair = max((first + second for first, second in zip(sizes, [*sizes[1:], 0], strict=True)), default=0)
@@ -162,10 +201,11 @@ def _gathered_in_turn(trace: PolicyTrace, hardware: HardwareSpec) -> int:
 
 
 def _reference(workload: Workload, trace: PolicyTrace, hardware: HardwareSpec) -> int:
-    """The frozen base for the KL term; with adapters it is the policy without them."""
+    """The frozen base for the KL term, whole under ZeRO; with adapters it is the policy without them."""
     if workload.beta == 0 or workload.weights == "lora":
         return 0
-    return trace.parameters * BYTES[workload.precision] // hardware.ranks
+    shards = 1 if workload.backend.startswith("zero") else shard_ranks(workload, hardware)
+    return trace.parameters * BYTES[workload.precision] // shards
 
 
 def _largest_group(trace: PolicyTrace, trainable: bool = False) -> int:
@@ -183,30 +223,47 @@ def _stored_transitions(candidate: Candidate, workload: Workload, trace: PolicyT
     return layout.rounds * (layout.samples * tensors * trace.latent_bytes + trace.shared_bytes)
 
 
-def _activations(candidate: Candidate, workload: Workload, trace: PolicyTrace, hardware: HardwareSpec) -> int:
-    """One step's graph, or under Retain those of all steps whose advantages are still unknown."""
-    k, batch = trace.checkpointed(candidate.checkpointing), candidate.samples_per_forward
-    one_step = batch * trace.peak_bytes[k]
+def _k(candidate: Candidate, trace: PolicyTrace) -> int:
+    return trace.checkpointed(candidate.checkpointing)
+
+
+def _graph(candidate: Candidate, trace: PolicyTrace) -> int:
+    """What one step keeps for its backward."""
+    k = _k(candidate, trace)
+    return candidate.samples_per_forward * trace.saved_bytes[k] + trace.fixed_bytes[k]
+
+
+def _retained(candidate: Candidate, workload: Workload, trace: PolicyTrace, hardware: HardwareSpec) -> int:
+    """Under Retain the graphs of all steps whose advantages are still unknown."""
     if candidate.schedule != "retain":
-        return one_step
+        return 0
     layout = Layout.of(workload, hardware.ranks)
-    forwards = layout.samples // batch * (layout.rounds if workload.global_std else 1)
-    graph = batch * trace.saved_bytes[k] + trace.fixed_bytes[k]
-    return one_step + (workload.selected_steps * forwards - 1) * graph
+    forwards = layout.samples // candidate.samples_per_forward * (layout.rounds if workload.global_std else 1)
+    return workload.selected_steps * forwards * _graph(candidate, trace)
+
+
+def _reduction_temporaries(
+    candidate: Candidate, workload: Workload, trace: PolicyTrace, hardware: HardwareSpec
+) -> int:
+    """Parameter groups that are packed and under way, and what this rank has received of all of them."""
+    buffer = BYTES[candidate.buffer_dtype]
+    fetched = _largest_group(trace, trainable=True) * buffer
+    if shard_ranks(workload, hardware) == 1:
+        return fetched * (candidate.buffer_device == "host")
+    if workload.backend not in ("fsdp2", "hsdp"):
+        return fetched + MASTER * local_trainable(workload, trace, hardware)
+    under_way = IN_FLIGHT + hardware.is_cpu  # gloo reduces a copy of what it is given
+    return under_way * fetched + buffer * local_trainable(workload, trace, hardware)
 
 
 def _backward_temporaries(
     candidate: Candidate, workload: Workload, trace: PolicyTrace, hardware: HardwareSpec, resident: int
 ) -> int:
     """Flat buffers of collectives, and gradients on their way into a buffer: one tensor, or a block to be reduced."""
-    if hardware.ranks == 1:
+    if shard_ranks(workload, hardware) == 1:
         return trace.gradient_bytes
     precision = BYTES[workload.precision]
     flat = 0 if resident else _largest_group(trace) * precision
     if workload.backend in ("zero1", "zero2"):
         flat += min(ZERO_BUCKET, trace.trainable) * precision
-    if candidate.sync == "every_backward":
-        # FSDP2 holds a block's gradients until they are packed, while the block before is still being reduced
-        flat += _largest_group(trace, trainable=True) * (precision + 2 * BYTES[candidate.buffer_dtype])
-        return flat
     return flat + trace.gradient_bytes

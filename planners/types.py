@@ -143,6 +143,8 @@ class PolicyTrace:
     """over k: saved once per step, whatever the number of samples"""
     peak_bytes: tuple[int, ...]
     """over k: most activations at one time during the forward and backward of one step of one sample"""
+    rollout_bytes: int
+    """most activations at one time during a forward of one sample without grad"""
     forward_traffic: tuple[int, int]
     """bytes that operators read and write: once per step (weights), and per sample"""
     backward_traffic: tuple[int, int]
@@ -233,6 +235,11 @@ class HardwareSpec:
         """As `parse_hardware` reads it, e.g. 8xA6000-48GB."""
         nodes = f"{self.nodes}x" if self.nodes > 1 else ""
         return f"{nodes}{self.ranks_per_node}x{self.name}"
+
+    @property
+    def is_cpu(self) -> bool:
+        """Only GPUs work while the next operator is issued."""
+        return not self.asynchronous
 
     def rate(self, precision: str, *, backward: bool = False) -> float:
         """Sustained floating-point operations per second."""

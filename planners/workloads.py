@@ -8,9 +8,13 @@ from leangrpo.planners.model_trace import LoraSpec, find_model, trace_model
 from leangrpo.planners.models import ModelSpec
 from leangrpo.planners.types import BYTES, HardwareSpec, OtherModel, PolicyTrace, Workload
 
-# Parameters and FLOPs per image of reward models: ViT-H/14 with its text tower (HPSv2.1, PickScore); the others run on
-# the host's cores.
-REWARD_MODELS = {"hpsv2": (986_109_441, 3.4e11), "pickscore": (985_981_440, 3.4e11)}
+# Parameters and FLOPs per image of reward models: ViT-H/14 with its text tower (HPSv2.1, PickScore), the digits'
+# convolutions; the others run on the host's cores.
+REWARD_MODELS = {
+    "hpsv2": (986_109_441, 3.4e11),
+    "pickscore": (985_981_440, 3.4e11),
+    "digits_classifier": (38_314, 7.2e6),
+}
 
 
 def workload_of(config: Config) -> Workload:

@@ -26,6 +26,7 @@ from leangrpo.engine.memory_meter import MemoryMeter
 from leangrpo.engine.trainer import Engine
 from leangrpo.planners.search import search
 from leangrpo.planners.types import Candidate, Estimate, HardwareSpec
+from leangrpo.planners.workloads import workload_of
 from leangrpo.tools.calibrate import calibrate_machine
 from leangrpo.tools.launch import on_ranks
 from leangrpo.tools.validation_grid import GRID, PROMPTS, QUICK, Case, measured_candidates
@@ -84,7 +85,7 @@ def _calibrated(stored: dict[str, Any], ranks: int) -> HardwareSpec:
 
 def measure_case(world: World, case: Case, spec: HardwareSpec, seconds: float) -> dict[str, Any]:
     """Plan, then run every candidate of interest; the same on all ranks, which return the same."""
-    trace, workload = case.trace(), case.workload()
+    trace, workload = case.trace(), workload_of(case.config())
     unlimited = dataclasses.replace(spec, memory_bytes=UNLIMITED, host_memory_bytes=UNLIMITED)
     hardware = unlimited
     if case.budget is not None:
@@ -107,7 +108,8 @@ def measure_memory(engine: Engine, case: Case, world: World) -> dict[str, Any]:
     engine.train_step(PROMPTS[: case.prompts])
     gc.collect()
     with MemoryMeter(engine) as meter:
-        engine.train_step(PROMPTS[: case.prompts])
+        for _ in range(2):  # what belongs to nobody, as a reward's model, is known to the meter once it has been used
+            engine.train_step(PROMPTS[: case.prompts])
     peak = world.maximum(torch.tensor([float(meter.peak_bytes)], dtype=torch.float64))
     return {"peak": int(peak), "phase": meter.peak_phase, "components": dict(meter.peak)}
 

@@ -20,14 +20,13 @@ from leangrpo.configs.schema import (
     SamplerConfig,
 )
 from leangrpo.engine.distributed import World
+from leangrpo.engine.planning import trace_policy
 from leangrpo.engine.policies.digits import DigitsPolicy
 from leangrpo.engine.policies.word_encoder import WordEncoder
 from leangrpo.engine.rewards import Rewards
 from leangrpo.engine.trainer import Engine
 from leangrpo.planners.plan import Plan
-from leangrpo.planners.trace import trace_module
-from leangrpo.planners.types import Candidate, Estimate, PolicyTrace, Workload
-from leangrpo.planners.workloads import workload_of
+from leangrpo.planners.types import Candidate, Estimate, PolicyTrace
 
 PROMPTS = ("zero", "one", "two", "three", "four", "five", "six", "seven")
 TEXT_WIDTH, HEAD = 32, 16
@@ -79,11 +78,7 @@ class Case:
             ),
             optimizer=OptimizerConfig(learning_rate=1e-6),  # what is timed must not change with the weights
         )
-        return dataclasses.replace(config, **dataclasses.asdict(candidate)) if candidate else config
-
-    def workload(self) -> Workload:
-        """What the planner is told."""
-        return dataclasses.replace(workload_of(self.config()), backend=self.backend)
+        return candidate.resolve(config) if candidate else config
 
     def policy(self, config: Config) -> DigitsPolicy:
         """Random weights, the same for every candidate and rank."""
@@ -115,14 +110,7 @@ class Case:
 
     def trace(self) -> PolicyTrace:
         """Of the module that `policy` makes."""
-        module = self.policy(self.config()).module
-        inputs = {
-            "hidden_states": torch.empty(1, 1, 16, 16),
-            "encoder_hidden_states": torch.empty(1, 5, TEXT_WIDTH),
-            "pooled_projections": torch.empty(1, TEXT_WIDTH),
-            "timestep": torch.empty(1),
-        }
-        return trace_module(module, inputs, dtype="float32", latents="hidden_states", name=self.name)
+        return trace_policy(self.policy(dataclasses.replace(self.config(), checkpointing="none")), "one", "float32")
 
     def engine(self, candidate: Candidate, world: World) -> Engine:
         """The real one, as `candidate` says."""
