@@ -11,6 +11,7 @@ from leangrpo.planners.memory import WHOLE, local_trainable, shard_ranks
 from leangrpo.planners.types import BYTES, Candidate, HardwareSpec, Layout, PolicyTrace, Workload
 
 STREAM = 0.9  # part of the data-sheet memory bandwidth that streaming kernels sustain
+STEP_OPERATORS = 30  # around the policy in every step: noise, the sampler's Gaussian, log-probability (engine/policies)
 ADAMW_TRAFFIC = 28.0  # bytes per parameter: gradient read; weight and two moments read and written, float32
 
 
@@ -25,21 +26,16 @@ class Costs:
 
     def forward(self, samples: int) -> float:
         """Of one forward, with what it waits for parameters."""
-        seconds = self._forward_operators_per_flop * self.hardware.operator_seconds
-        computes = [self._busy(self.compute(samples * flops), flops * seconds) for flops in self._group_flops]
-        return self._pass(computes, 0.0)
+        whole = self._forward_seconds(samples)
+        outside = STEP_OPERATORS * self.hardware.operator_seconds * (not self.hardware.asynchronous)
+        return outside + self._pass([whole * part for part in self._parts], 0.0)
 
     def backward(self, samples: int) -> float:
         """Of one backward: recomputation, waiting for parameters, and the gradients' way into a buffer or reduction."""
         trace, k = self.trace, self.trace.checkpointed(self.candidate.checkpointing)
-        ratio = trace.backward_flops / trace.forward_flops
-        again = self._forward_operators_per_flop * self.hardware.operator_seconds
-        issue = again * trace.backward_operators / trace.forward_operators
-        computes = []
-        for index, flops in enumerate(self._group_flops):
-            once_more = 0 < index <= k  # the root is never checkpointed
-            compute = self.compute(samples * flops * ratio, backward=True) + once_more * self.compute(samples * flops)
-            computes.append(self._busy(compute, flops * (issue + once_more * again)))
+        whole, again = self._backward_seconds(samples), self._forward_seconds(samples)
+        # the root is never checkpointed
+        computes = [part * (whole + again * (0 < index <= k)) for index, part in enumerate(self._parts)]
         hides = self.reduces_every_backward and self.hardware.overlaps_reduce and self._shards > 1
         passed = self._pass(computes, self.reduction() if hides else 0.0)
         if self.reduces_every_backward:
@@ -79,10 +75,13 @@ class Costs:
         """Of adding one backward's gradients to local buffers; one by one where samples are kept apart."""
         rows = samples if self.candidate.schedule == "reweight" else 1
         gradient, buffer = self.trace.trainable * self._precision, self.trace.trainable * self._buffer
+        issued = 0.0
+        if not self.hardware.asynchronous:  # a hook per tensor
+            issued = self.trace.trainable_tensors * self.hardware.backward_operator_seconds
         if not self._on_host:
-            return self.memory(rows * (gradient + 2 * buffer))
+            return issued + self.memory(rows * (gradient + 2 * buffer))
         moved, added = gradient / self.hardware.host_bandwidth, gradient + 2 * buffer
-        return rows * (moved + added / self.hardware.host_memory_bandwidth)
+        return issued + rows * (moved + added / self.hardware.host_memory_bandwidth)
 
     def correction(self) -> float:
         """Of weighting the buffers of one group; under streaming_sharded with the reductions in it."""
@@ -120,15 +119,24 @@ class Costs:
         """Of `flops` operations."""
         return flops / self.hardware.rate(self.workload.precision, backward=backward)
 
-    @property
-    def _group_flops(self) -> list[float]:
-        """Of a forward of one sample: the root's, and every block's."""
-        blocks = [block.forward_flops for block in self.trace.blocks]
-        return [self.trace.forward_flops - sum(blocks), *blocks]
+    def _forward_seconds(self, samples: int) -> float:
+        trace, hardware = self.trace, self.hardware
+        traffic = _over(trace.forward_traffic, samples, hardware.operator_bandwidth)
+        issue = trace.forward_operators * hardware.operator_seconds
+        return self._busy(self.compute(samples * trace.forward_flops) + traffic, issue)
+
+    def _backward_seconds(self, samples: int) -> float:
+        """Without recomputation."""
+        trace, hardware = self.trace, self.hardware
+        traffic = _over(trace.backward_traffic, samples, hardware.backward_operator_bandwidth)
+        issue = trace.backward_operators * hardware.backward_operator_seconds
+        return self._busy(self.compute(samples * trace.backward_flops, backward=True) + traffic, issue)
 
     @property
-    def _forward_operators_per_flop(self) -> float:
-        return self.trace.forward_operators / self.trace.forward_flops
+    def _parts(self) -> list[float]:
+        """Of a pass, by FLOPs: the root's, and every block's."""
+        blocks = [block.forward_flops / self.trace.forward_flops for block in self.trace.blocks]
+        return [1 - sum(blocks), *blocks]
 
     def _busy(self, compute: float, issue: float) -> float:
         """Of computing, and of issuing the operators that do it."""
@@ -189,6 +197,11 @@ class Costs:
     def _bandwidth(self, inside: float, ranks: int) -> float:
         """A ring of `ranks` that spans several nodes is as slow as the links between them."""
         return inside if ranks <= self.hardware.ranks_per_node else min(inside, self.hardware.node_bandwidth)
+
+
+def _over(traffic: tuple[int, int], samples: int, bandwidth: float | None) -> float:
+    fixed, of_samples = traffic
+    return 0.0 if bandwidth is None else (fixed + samples * of_samples) / bandwidth
 
 
 def _ring(ranks: int) -> float:

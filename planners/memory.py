@@ -81,7 +81,10 @@ def _phases(
     stored, layout = _stored_transitions(candidate, workload, trace, hardware), Layout.of(workload, hardware.ranks)
     fetched = max((model.bytes for model in workload.other_models if model.place == "host"), default=0)
     retained = _retained(candidate, workload, trace, hardware)
-    batch, one_step = candidate.samples_per_forward, candidate.samples_per_forward * trace.peak_bytes[_k(candidate, trace)]
+    batch, one_step = (
+        candidate.samples_per_forward,
+        candidate.samples_per_forward * trace.peak_bytes[_k(candidate, trace)],
+    )
     last_graph = _graph(candidate, trace) * (retained > 0)
     backward_buffers = int(copies.backward * buffer)
     return {
@@ -242,9 +245,7 @@ def _retained(candidate: Candidate, workload: Workload, trace: PolicyTrace, hard
     return workload.selected_steps * forwards * _graph(candidate, trace)
 
 
-def _reduction_temporaries(
-    candidate: Candidate, workload: Workload, trace: PolicyTrace, hardware: HardwareSpec
-) -> int:
+def _reduction_temporaries(candidate: Candidate, workload: Workload, trace: PolicyTrace, hardware: HardwareSpec) -> int:
     """Parameter groups that are packed and under way, and what this rank has received of all of them."""
     buffer = BYTES[candidate.buffer_dtype]
     fetched = _largest_group(trace, trainable=True) * buffer

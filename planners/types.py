@@ -199,8 +199,10 @@ class HardwareSpec:
     """the same of a backward"""
     operator_seconds: float
     """to issue one operator"""
+    backward_operator_seconds: float
     operator_bandwidth: float | None = None
     """bytes per second at which operators read and write what they work on; None: the efficiencies contain it"""
+    backward_operator_bandwidth: float | None = None
     asynchronous: bool
     """whether operators are issued while others compute, as on a GPU; else the two add up"""
     memory_bandwidth: float

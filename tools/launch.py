@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import spawn
 
 from leangrpo.engine.distributed import World, joined
 
@@ -22,7 +22,7 @@ def on_ranks(size: int, function: Callable[..., Any], *args: Any, device: str = 
     Function and arguments must be picklable. A rank's error is raised here, as torch.multiprocessing's.
     """
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank, (size, _free_port(), function, args, device, Path(folder)), nprocs=size)
+        spawn(_rank, (size, _free_port(), function, args, device, Path(folder)), nprocs=size)
         return [torch.load(_result(Path(folder), rank), weights_only=False) for rank in range(size)]
 
 

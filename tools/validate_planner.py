@@ -40,7 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure what is missing in --out, then report all that is there; 1 if a criterion is missed."""
     arguments = parse(argv)
     stored = json.loads(arguments.out.read_text(encoding="utf-8")) if arguments.out.is_file() else {"cases": {}}
-    chosen = [case for case in (QUICK if arguments.quick else GRID) if not arguments.only or case.name in arguments.only]
+    chosen = [
+        case for case in (QUICK if arguments.quick else GRID) if not arguments.only or case.name in arguments.only
+    ]
     part, parts = (int(number) for number in arguments.part.split("/"))
     missing = [case for case in chosen[part - 1 :: parts] if "error" in stored["cases"].get(case.name, {"error": ""})]
     begin = time.monotonic()
@@ -57,7 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             stored["cases"][case.name] = {"error": str(error).strip().splitlines()[-1]}
         _save(stored, arguments.out)
     summary = summarise(stored["cases"])
-    print(json.dumps({**stored, "summary": summary}, indent=1) if arguments.json else describe(stored["cases"], summary))
+    print(
+        json.dumps({**stored, "summary": summary}, indent=1) if arguments.json else describe(stored["cases"], summary)
+    )
     return int(not all(summary["met"].values()))
 
 

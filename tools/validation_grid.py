@@ -1,7 +1,6 @@
 """The configurations on which tools/validate_planner.py compares predictions with real updates, and the candidates
 that are measured in each of them."""
 
-import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -26,8 +25,10 @@ from leangrpo.engine.policies.word_encoder import WordEncoder
 from leangrpo.engine.rewards import Rewards
 from leangrpo.engine.trainer import Engine
 from leangrpo.planners.plan import Plan
+from leangrpo.planners.search import search
 from leangrpo.planners.types import Candidate, Estimate, PolicyTrace
 
+Weights = Literal["lora", "full"]
 PROMPTS = ("zero", "one", "two", "three", "four", "five", "six", "seven")
 TEXT_WIDTH, HEAD = 32, 16
 MOST_CANDIDATES = 9
@@ -44,7 +45,7 @@ class Case:
     depth: int = 4
     patch: int = 4
     """pixels; 16 x 16 pixels are (16 / patch)^2 tokens"""
-    weights: Literal["lora", "full"] = "lora"
+    weights: Weights = "lora"
     lora_rank: int = 8
     mlp: bool = True
     """adapters on the MLP as well"""
@@ -104,13 +105,13 @@ class Case:
             config.policy,
             config.sampler,
             seed=0,
-            checkpointing=config.checkpointing,
+            checkpointing="none" if config.checkpointing == "auto" else config.checkpointing,
             keep_base=config.algorithm.beta > 0,
         )
 
     def trace(self) -> PolicyTrace:
         """Of the module that `policy` makes."""
-        return trace_policy(self.policy(dataclasses.replace(self.config(), checkpointing="none")), "one", "float32")
+        return trace_policy(self.policy(self.config()), "one", "float32")
 
     def engine(self, candidate: Candidate, world: World) -> Engine:
         """The real one, as `candidate` says."""
@@ -119,26 +120,66 @@ class Case:
 
 
 def measured_candidates(plan: Plan) -> list[Estimate]:
-    """The chosen one, then what the planner thinks best of every kind, fastest first; at most MOST_CANDIDATES."""
+    """The chosen one, then what the planner thinks best of every kind, fastest first; at most MOST_CANDIDATES.
+
+    Kinds share a schedule, buffers, a residency, a way to synchronise, a batch size, or what is checkpointed.
+    """
+    again = [
+        search(plan.trace, plan.workload, plan.hardware, {"checkpointing": choice}).candidates
+        for choice in ("all", max(1, len(plan.trace.blocks) // 2))
+    ]
     ranked = [one for one in plan.candidates if one.feasible]
-    picked = [plan.chosen, *ranked[:3]]
-    for kind in _kinds(ranked):
-        picked += kind[:1]
+    picked = [plan.chosen, *ranked[:3], *(one for others in again for one in others[:1] if one.feasible)]
+    for name in ("schedule", "buffers", "residency", "sync", "samples_per_forward"):
+        for value in dict.fromkeys(getattr(one.candidate, name) for one in ranked):
+            picked += [one for one in ranked if getattr(one.candidate, name) == value][:1]
     unique = {one.candidate: one for one in picked}
-    unique |= {one.candidate: one for one in ranked if one.candidate not in unique and len(unique) < 6}
+    unique |= {one.candidate: one for one in ranked[:6]} if len(unique) < 6 else {}
     return list(unique.values())[:MOST_CANDIDATES]
 
 
-def _kinds(ranked: list[Estimate]) -> Iterator[list[Estimate]]:
-    """Those that share a schedule and its buffers, a batch size, a way to synchronise."""
-    for name in ("schedule", "buffers", "residency", "sync", "samples_per_forward"):
-        for value in dict.fromkeys(getattr(one.candidate, name) for one in ranked):
-            yield [one for one in ranked if getattr(one.candidate, name) == value]
+def _one_rank() -> Iterator[Case]:
+    """Sizes, tokens and shares of trained steps without a limit; then less and less memory."""
+    sizes: tuple[tuple[int, Weights], ...] = ((64, "lora"), (128, "full"), (256, "lora"), (256, "full"))
+    for width, weights in sizes:
+        yield Case(name=f"{weights} {width}", width=width, weights=weights)
+    yield Case(name="lora 64 deep", depth=8)
+    yield Case(name="full 64 tokens", patch=2, weights="full", group_size=4)
+    yield Case(name="lora 128 every step", width=128, steps=4, selected=4)
+    yield Case(name="full 128 two prompts", width=128, weights="full", prompts=2, group_size=4)
+    yield Case(name="lora 128 KL", width=128, beta=0.04)
+    yield Case(name="lora 64 global std", prompts=2, group_size=4, std="global")
+    limited: tuple[tuple[int, int, Weights, int, float], ...] = (
+        (64, 4, "lora", 4, 0.95),
+        (64, 4, "lora", 6, 0.5),
+        (128, 4, "lora", 3, 0.7),
+        (128, 2, "lora", 4, 0.35),
+        (128, 2, "lora", 2, 0.6),
+        (64, 2, "lora", 3, 0.2),
+        (256, 4, "lora", 5, 0.55),
+        (128, 4, "full", 3, 0.8),
+        (64, 2, "full", 4, 0.5),
+        (128, 2, "full", 3, 0.4),
+    )
+    for width, patch, weights, selected, budget in limited:
+        name = f"{weights} {width}/{patch} S{selected} {budget:.2f}"
+        yield Case(name=name, width=width, patch=patch, weights=weights, selected=selected, budget=budget)
+    yield Case(name="lora 128 KL 0.40", width=128, beta=0.04, budget=0.4)
+    yield Case(name="lora 64 global 0.40", prompts=2, std="global", budget=0.4)
 
 
-def _pairs() -> Iterator[Case]:
-    yield from ()
+def _two_ranks() -> Iterator[Case]:
+    for budget in (None, 0.5):
+        text = f" {budget}" if budget else ""
+        yield Case(name=f"2x replicated{text}", ranks=2, width=128, prompts=2, budget=budget)
+        yield Case(name=f"2x fsdp2 lora{text}", ranks=2, width=256, backend="fsdp2", budget=budget)
+        yield Case(name=f"2x fsdp2 full{text}", ranks=2, width=256, weights="full", backend="fsdp2", budget=budget)
+    yield Case(name="2x fsdp2 full 0.8", ranks=2, width=128, weights="full", prompts=2, backend="fsdp2", budget=0.8)
+    yield Case(name="2x replicated full", ranks=2, width=128, weights="full", group_size=4)
 
 
-GRID: tuple[Case, ...] = (*_pairs(),)
-QUICK: tuple[Case, ...] = ()
+GRID: tuple[Case, ...] = (*_one_rank(), *_two_ranks())
+QUICK: tuple[Case, ...] = (
+    Case(name="quick lora", width=32, depth=2, group_size=4, steps=3, selected=2),
+    Case(name="quick budget", width=32, depth=2, group_size=4, steps=3, selected=2, budget=0.8),
+)

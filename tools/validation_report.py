@@ -3,10 +3,10 @@
 import math
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-CRITERIA = {
+CRITERIA: dict[str, Callable[[Mapping[str, Any]], bool]] = {
     "configurations >= 24": lambda s: s["configurations"] >= 24 and not s["failed"],
     "candidates each >= 6": lambda s: s["fewest_candidates"] >= 6,
     "best most often <= 60 %": lambda s: s["most_often_best"] <= 0.6,
@@ -100,7 +100,7 @@ def describe(cases: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
         spans += [f"{100 * min(one['time_errors']):+.0f} {100 * max(one['time_errors']):+.0f}"]
         lines.append(f"{name:22}{100 * one['regret']:6.1f}%  {ratio:20}{spans[0]:>13}{spans[1]:>13}")
         lines.append(f"  chose {one['chosen']}" + ("" if one["best"] == one["chosen"] else f"; best {one['best']}"))
-        lines += [f"  exceeds its budget"] if one["over_budget"] else []
+        lines += ["  exceeds its budget"] if one["over_budget"] else []
         lines += [f"  budget test wrong: {text}" for text in one["wrong_verdicts"]]
     lines += [f"{name}: failed: {error}"[:80] for name, error in summary["failed"].items()]
     lines += ["", "memory, time: predicted over measured, percent, lowest and highest candidate", ""]
@@ -109,6 +109,8 @@ def describe(cases: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
         "regret": (summary["median_regret"], summary["largest_regret"]),
         "memory error": (summary["median_memory_error"], summary["largest_memory_error"]),
     }
-    lines += [f"{name}: median {100 * m:.2f} %, largest {100 * l:.2f} %" for name, (m, l) in figures.items()]
+    lines += [
+        f"{name}: median {100 * median:.2f} %, largest {100 * most:.2f} %" for name, (median, most) in figures.items()
+    ]
     lines += [f"{'met   ' if met else 'MISSED'} {name}" for name, met in summary["met"].items()]
     return "\n".join(lines)
