@@ -32,7 +32,7 @@ class Costs:
 
     def backward(self, samples: int) -> float:
         """Of one backward: recomputation, waiting for parameters, and the gradients' way into a buffer or reduction."""
-        trace, k = self.trace, self.trace.checkpointed(self.candidate.checkpointing)
+        k = self.trace.checkpointed(self.candidate.checkpointing)
         whole, again = self._backward_seconds(samples), self._forward_seconds(samples)
         # the root is never checkpointed
         computes = [part * (whole + again * (0 < index <= k)) for index, part in enumerate(self._parts)]

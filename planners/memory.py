@@ -1,7 +1,7 @@
 """Device memory of one rank at its peak, per candidate: pure functions of workload, trace and hardware.
 
-An update passes through six phases (encoding or decoding, rollout, backward, correction, reduction, optimizer step); what is held in each is added up
-and the largest is the peak. docs/planner.md lists the terms.
+An update passes through phases (encoding, decoding or reward; rollout; backward; correction; reduction; optimizer
+step); what is held in each is added up and the largest is the peak. docs/planner.md lists the terms.
 """
 
 import math
@@ -73,52 +73,37 @@ def _phases(
     candidate: Candidate, workload: Workload, trace: PolicyTrace, hardware: HardwareSpec
 ) -> dict[str, dict[str, int]]:
     """What is held on the device in each part of an update, beside what always is."""
-    copies = buffer_copies(candidate, workload, hardware)
+    copies, layout = buffer_copies(candidate, workload, hardware), Layout.of(workload, hardware.ranks)
     buffer = trace.trainable * BYTES[candidate.buffer_dtype] * (candidate.buffer_device == "device")
     gradient = MASTER * local_trainable(workload, trace, hardware)
-    whole, accumulates = shard_ranks(workload, hardware) == 1, _accumulates(candidate, workload, hardware)
     resident = _resident(candidate, workload, trace, hardware)
-    stored, layout = _stored_transitions(candidate, workload, trace, hardware), Layout.of(workload, hardware.ranks)
-    fetched = max((model.bytes for model in workload.other_models if model.place == "host"), default=0)
+    stored = _stored_transitions(candidate, workload, trace, hardware)
     retained = _retained(candidate, workload, trace, hardware)
-    batch, one_step = (
-        candidate.samples_per_forward,
-        candidate.samples_per_forward * trace.peak_bytes[_k(candidate, trace)],
-    )
-    last_graph = _graph(candidate, trace) * (retained > 0)
-    backward_buffers = int(copies.backward * buffer)
+    waiting = retained - _graph(candidate, trace) * (retained > 0)  # while the backward of one of them runs
+    batch, whole = candidate.samples_per_forward, shard_ranks(workload, hardware) == 1
+    accumulates = _accumulates(candidate, workload, hardware)
+    always = {"gathered_parameters": resident, "activations": stored, "gradients": gradient * accumulates}
+    # Native and Retain make theirs in the first backward
+    exists = layout.rounds > 1 or candidate.schedule == "reweight"
+    before = always | {"gradient_buffers": int(copies.backward * buffer) * exists, "activations": stored + retained}
+    in_pass = {"gathered_parameters": resident or _gathered_in_turn(workload, trace, hardware)}
+    one_step = batch * trace.peak_bytes[_k(candidate, trace)]
     return {
-        "encoding or decoding": {
-            "gathered_parameters": resident,
-            "gradient_buffers": backward_buffers,
+        "encoding, decoding or reward": before | {"temporaries": _of_other_models(candidate, workload)},
+        "rollout": before | in_pass | {"activations": batch * trace.rollout_bytes + retained + stored},
+        "backward": in_pass
+        | {
             "gradients": gradient * accumulates,
-            "activations": stored,
-            "temporaries": fetched,
-        },
-        "rollout": {
-            "gathered_parameters": resident or _gathered_in_turn(workload, trace, hardware),
-            "gradient_buffers": backward_buffers if layout.rounds > 1 or candidate.schedule == "reweight" else 0,
-            "gradients": gradient * accumulates,
-            "activations": batch * trace.rollout_bytes + retained + stored,
-        },
-        "backward": {
-            "gathered_parameters": resident or _gathered_in_turn(workload, trace, hardware),
-            "gradient_buffers": backward_buffers,
-            "gradients": gradient * accumulates,
-            "activations": one_step + retained - last_graph + stored,
+            "gradient_buffers": int(copies.backward * buffer),
+            "activations": one_step + waiting + stored,
             "temporaries": _backward_temporaries(candidate, workload, trace, hardware, resident),
         },
-        "correction": {
-            "gathered_parameters": resident,
-            "gradient_buffers": int(copies.correction * buffer),
-            "gradients": gradient * accumulates,
-            "activations": stored,
-        },
+        "correction": always | {"gradient_buffers": int(copies.correction * buffer)},
         "reduction": {
             "gathered_parameters": resident,
             "gradient_buffers": int(copies.reduction * buffer),
             "gradients": gradient * (accumulates or (whole and candidate.buffer_dtype != "float32")),
-            "activations": stored + (retained - last_graph) * (candidate.sync == "every_backward"),
+            "activations": stored + waiting * (candidate.sync == "every_backward"),
             "temporaries": _reduction_temporaries(candidate, workload, trace, hardware),
         },
         "optimizer step": {
@@ -127,6 +112,13 @@ def _phases(
             "activations": stored,
         },
     }
+
+
+def _of_other_models(candidate: Candidate, workload: Workload) -> int:
+    """What one of them needs while it works: its activations, and itself if it has to be fetched."""
+    batch = candidate.samples_per_forward
+    sizes = [model.bytes * (model.place == "host") + batch * model.working_bytes for model in workload.other_models]
+    return max(sizes, default=0)
 
 
 def _accumulates(candidate: Candidate, workload: Workload, hardware: HardwareSpec) -> bool:

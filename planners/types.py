@@ -69,6 +69,8 @@ class OtherModel:
     per: Literal["prompt", "sample"]
     place: Literal["device", "host"]
     """host: moved to the device for its uses, between which its memory is free"""
+    working_bytes: int = 0
+    """activations of one use; 0 where nobody has measured them"""
 
 
 @dataclass(frozen=True, kw_only=True)
