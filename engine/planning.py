@@ -129,7 +129,7 @@ def hardware_of_run(config: Config, world: World) -> HardwareSpec:
 
 def explain(plan: Plan, begun: Begun | None) -> str:
     """Which plan a run follows, what it predicts, and why it was chosen, in two lines."""
-    memory, seconds = plan.memory.peak + plan.memory.margin, plan.time.total
+    memory, seconds = plan.memory.peak, plan.time.total
     pins = ", ".join(f"{name}={value}" for name, value in plan.pinned.items())
     if len(plan.candidates) == 1 and begun is not None:
         why = "as the run was begun"

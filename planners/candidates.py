@@ -47,31 +47,32 @@ assert set(PREFERENCE["buffer_device"]) == set(get_args(BufferDevice))
 assert set(PREFERENCE["residency"]) == set(get_args(Residency))
 
 
-def enumerate_candidates(workload: Workload, ranks: int, pinned: Mapping[str, Any]) -> Iterator[Candidate]:
+def enumerate_candidates(workload: Workload, hardware: HardwareSpec, pinned: Mapping[str, Any]) -> Iterator[Candidate]:
     """Every combination of the choices but checkpointing, which is "none" where it is not pinned.
 
     Combinations that differ only in what has no effect appear once.
     """
-    layout = Layout.of(workload, ranks)
-    samples = layout.samples
+    samples = Layout.of(workload, hardware.ranks).samples
     free = {**PREFERENCE, "samples_per_forward": tuple(b for b in range(1, samples + 1) if samples % b == 0)}
     options = {name: (pinned[name],) if name in pinned else values for name, values in free.items()}
     checkpointing: Checkpointing = pinned.get("checkpointing", "none")
     seen = set()
     for values in itertools.product(*options.values()):
         choice = dict(zip(options, values, strict=True))
-        _drop_what_has_no_effect(choice, pinned, workload, ranks)
+        _drop_what_has_no_effect(choice, pinned, workload, hardware)
         candidate = Candidate(**choice, checkpointing=checkpointing)
         if candidate not in seen:
             seen.add(candidate)
             yield candidate
 
 
-def _drop_what_has_no_effect(choice: dict[str, Any], pinned: Mapping[str, Any], workload: Workload, ranks: int) -> None:
-    plain: dict[str, Any] = {}
+def _drop_what_has_no_effect(
+    choice: dict[str, Any], pinned: Mapping[str, Any], workload: Workload, hardware: HardwareSpec
+) -> None:
+    plain, ranks = dict[str, Any](), hardware.ranks
     if choice["schedule"] != "reweight":
         plain["buffers"] = "per_sample"
-    if choice["sync"] == "every_backward" and ranks > 1:
+    if hardware.name == "CPU" or (choice["sync"] == "every_backward" and ranks > 1):
         plain["buffer_device"] = "device"
     if ranks == 1:
         plain["sync"] = "every_update"

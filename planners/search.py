@@ -70,7 +70,7 @@ def search(trace: PolicyTrace, workload: Workload, hardware: HardwareSpec, pinne
     _refuse_pins(trace, workload, hardware, pinned)
     candidates = [
         _estimate(candidate, workload, trace, hardware, "checkpointing" not in pinned)
-        for candidate in enumerate_candidates(workload, hardware.ranks, pinned)
+        for candidate in enumerate_candidates(workload, hardware, pinned)
     ]
     feasible = [one for one in candidates if one.feasible]
     if not feasible:
@@ -101,7 +101,7 @@ def _as_plan(
 ) -> Plan:
     natives = [
         _estimate(candidate, workload, trace, hardware, True)
-        for candidate in enumerate_candidates(workload, hardware.ranks, {"schedule": "native"})
+        for candidate in enumerate_candidates(workload, hardware, {"schedule": "native"})
     ]
     return Plan(
         chosen=chosen,

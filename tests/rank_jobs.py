@@ -1,5 +1,6 @@
 """What tests run on several ranks: importable functions, since new processes start from nothing."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,10 +8,16 @@ import torch
 from small import brightness, small_config, small_engine
 from torch import Tensor
 
+import leangrpo.engine.planning
+from leangrpo.configs import Config, ConfigError
 from leangrpo.engine.distributed import World
 from leangrpo.engine.memory_meter import MemoryMeter
+from leangrpo.engine.planning import choose
+from leangrpo.engine.trainer import Engine
 from leangrpo.engine.types import StepMetrics
 from leangrpo.planners.calibrate import measure_collectives
+from leangrpo.planners.hardware import PRESETS
+from leangrpo.planners.types import Candidate, HardwareSpec
 from leangrpo.tools.count_collectives import count_update
 
 PROMPTS = ["one", "two", "three", "four"]
@@ -126,3 +133,25 @@ def drift(world: World, case: dict[str, Any]) -> list[str]:
 def collective_bandwidths(world: World) -> tuple[float, ...]:
     """Of all-gather and reduce-scatter, in bytes per second."""
     return tuple(measure_collectives(torch.device("cpu")))
+
+
+def choose_and_train(world: World, configs: list[Config]) -> list[Candidate | str]:
+    """What every rank is told to execute, or why nothing; an update is made with it.
+
+    Only rank 0 may detect hardware.
+    """
+
+    def detect(ranks: int) -> HardwareSpec:
+        assert world.rank == 0
+        return replace(PRESETS["CPU"], ranks_per_node=ranks)
+
+    leangrpo.engine.planning.detect_hardware = detect
+    answers: list[Candidate | str] = []
+    for config in configs:
+        try:
+            candidate = choose(config, world).candidate
+            Engine.from_config(candidate.resolve(config), world).train_step(["one", "two"])
+            answers.append(candidate)
+        except ConfigError as error:
+            answers.append(str(error))
+    return answers

@@ -10,14 +10,19 @@ from leangrpo.configs import Config, ConfigError, check_world_size, load_config
     [
         (["residency=resharded"], 'residency="resharded"', "always whole", "use resident"),
         (
-            ["sync=every_group", "algorithm.advantage.std=global"],
+            ["schedule=reweight", "sync=every_group", "algorithm.advantage.std=global"],
             'sync="every_group"',
             "no group is finished",
             "every_upd",
         ),
-        (["buffers=streaming_sharded"], 'buffers="streaming_sharded"', "replicated", "use streaming"),
         (
-            ["buffers=streaming_sharded", "backend=fsdp2", "samples_per_forward=2"],
+            ["schedule=reweight", "buffers=streaming_sharded"],
+            'buffers="streaming_sharded"',
+            "replicated",
+            "use streaming",
+        ),
+        (
+            ["schedule=reweight", "buffers=streaming_sharded", "backend=fsdp2", "samples_per_forward=2"],
             "samples_per_forward=2",
             "gradient of one sample",
             "use 1",

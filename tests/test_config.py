@@ -84,7 +84,7 @@ def test_malformed_file(case: str, tmp_path: Path) -> None:
 
 
 # Overrides of the packaged LoRA configuration, key and value, where it was said, the way out.
-LINE = "command line"
+LINE, REWEIGHT = "command line", "schedule=reweight"
 MALFORMED_OVERRIDES = {
     "no equals sign": (["updates"], "updates (command line)", "not key=value", "write updates=VALUE"),
     "no key": (["=3"], "=3 (command line)", "not key=value", "write optimizer.learning_rate=1e-3"),
@@ -121,11 +121,16 @@ MALFORMED_OVERRIDES = {
     "cps, eta": (["sampler.transition=cps", "sampler.eta=1.5"], "sampler.eta=1.5", LINE, "use at most 1"),
     "no divisor": (["samples_per_forward=3"], "samples_per_forward=3", "group_size=8", "use 2 or 4"),
     "beyond the group": (["samples_per_forward=16"], "samples_per_forward=16", LINE, "use 8"),
-    "premature reduction": (["sync=every_backward"], 'sync="every_backward"', "advantage", "every_group or every_upd"),
+    "premature reduction": ([REWEIGHT, "sync=every_backward"], 'sync="every_', "advantage", "every_group or every_upd"),
     "resharded": (["residency=resharded"], 'residency="resharded"', "always whole", "use resident"),
     "odd best of n": (["algorithm.advantage.best_of_n=3"], "best_of_n=3", "group_size=8", "even number from 2 to 8"),
     "large best of n": (["algorithm.advantage.best_of_n=10"], "best_of_n=10", LINE, "even number from 2 to 8"),
-    "streamed best of n": (["algorithm.advantage.best_of_n=4"], "best_of_n=4", "affine", "use buffers=per_sample"),
+    "streamed best of n": (
+        ["algorithm.advantage.best_of_n=4", REWEIGHT, "buffers=streaming"],
+        "best_of_n=4",
+        "affine",
+        "use buffers=per_sample",
+    ),
     "no weight": (["rewards.0.weight=0"], "rewards.0.weight=0", LINE, "a weight other than 0"),
     "same reward twice": (
         ["rewards=[{name: digits_classifier}, {name: digits_classifier, weight: 2}]"],
@@ -181,7 +186,7 @@ def test_first_of_several_errors_is_shown_with_their_number(tmp_path: Path) -> N
 
 
 def test_impossible_combinations_are_counted_too(tmp_path: Path) -> None:
-    message = refusal(tmp_path, MINIMAL, ("sync=every_backward", "residency=resharded"))
+    message = refusal(tmp_path, MINIMAL, ("schedule=reweight", "sync=every_backward", "residency=resharded"))
     assert message.startswith("sync=")
     assert message.endswith("(and 1 more)")
 
@@ -346,7 +351,9 @@ def test_help_lists_every_key_with_its_default_in_80_columns() -> None:
 def test_help_says_type_unit_and_meaning_of_every_key() -> None:
     text = describe_keys()
     assert "out_dir (required; non-empty text)\n      folder of the run" in text
-    assert "schedule=reweight (native, retain or reweight)\n      recompute" in text
+    assert "schedule=auto (auto, native, retain or reweight)\n      recompute" in text
+    assert "checkpointing=auto (auto, none, all or an integer >= 1)\n" in text
+    assert "samples_per_forward=auto (auto or an integer >= 1)\n" in text
     assert "beta1=0.9 (a number >= 0 and < 1)\n" in text
     assert "threads=null (an integer >= 1 or null)\n" in text
     assert "sampler: How a trajectory is drawn.\n  sampler.denoising_steps=8" in text

@@ -125,8 +125,15 @@ def test_pins_are_kept_and_refused_with_the_reason() -> None:
     for pins, words in (
         ({"schedule": "reweight", "sync": "every_backward"}, "before its sample's advantage is known"),
         ({"schedule": "reweight", "samples_per_forward": 3}, "Linear and Conv2d layers only"),
-        ({"samples_per_forward": 2}, "must divide the 3 samples"),
-        ({"schedule": "retain", "checkpointing": "none"}, "GB are missing"),
+        (
+            {"samples_per_forward": 2},
+            "samples_per_forward=2: each rank makes 3 of the group_size=12 samples; use a div",
+        ),
+        ({"checkpointing": 58}, "checkpointing=58: the policy has 57 blocks; use all, none, or 1 to 57"),
+        (
+            {"schedule": "retain", "checkpointing": "none"},
+            "GB are missing; use auto for one of schedule, checkpointing",
+        ),
     ):
         with pytest.raises(ConfigError, match=words):
             planned("flux_dancegrpo_full", "8xA6000", **pins)
@@ -144,9 +151,10 @@ def test_what_is_not_exact_is_refused() -> None:
         round_workload(precision="float32"), buffer_dtype="bfloat16"
     )
     assert "added up in one bfloat16 buffer" in reasons(round_workload(selected_steps=8, group_size=64))
-    assert "sharded running sums need backend fsdp2" in reasons(round_workload(backend="zero3"))
-    assert "one rank has nothing to shard" in _refused(round_workload(), "1xH200", buffers="streaming_sharded")
-    assert "on one rank parameters are always whole" in _refused(round_workload(), "1xH200", residency="resharded")
+    assert "backend=zero3 keeps no sharded sums" in reasons(round_workload(backend="zero3"))
+    assert "need all 8 ranks on one prompt, but 4 share one" in reasons(round_workload(group_size=12))
+    assert "takes one reduction per optimizer step" in reasons(round_workload(backend="zero2"))
+    assert "they are always whole" in _refused(round_workload(backend="zero1"), residency="resharded")
 
 
 def _refused(workload: Workload, hardware: str = "8xH200", **pins: object) -> str:

@@ -191,6 +191,20 @@ def test_trace_is_stored_by_configuration_and_read_back(monkeypatch: pytest.Monk
         trace_model("digits", dtype="bfloat16")
 
 
+def test_a_cache_that_is_damaged_or_cannot_be_written_costs_time_only(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first = trace_model("digits", dtype="float32")
+    (stored,) = cache_folder().glob("traces/*.json")
+    whole = stored.read_text()
+    stored.write_text(whole[:100])
+    assert trace_model("digits", dtype="float32") == first and stored.read_text() == whole
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert trace_model("digits", dtype="float32") == first
+
+
 def test_bad_input() -> None:
     with pytest.raises(ConfigError, match=r"policy.name=flux1: unknown model; .* did you mean flux1-dev\?"):
         find_model("flux1")

@@ -66,8 +66,8 @@ def test_traces_of_a_run_without_its_configuration(run: Path, capsys: pytest.Cap
 
 
 def test_only_one_process_trains_in_a_folder(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = load_config("digits_flowgrpo_lora", [*SMALL, f"out_dir={run}"])
-    lock = take(config, [f"{word}" for word in (run / "prompts.txt").read_text().split()])
+    config = load_config(str(run / "config.yaml"), [f"out_dir={run}"])
+    lock = take(config, [f"{word}" for word in (run / "prompts.txt").read_text().split()], None)
     refused(capsys, train(run, "resume=true", "updates=3"), "out_dir=", "another process")
     lock.close()
     assert train(run, "resume=true", "updates=3") == 0

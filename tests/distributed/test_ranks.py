@@ -11,8 +11,9 @@ from small import small_config, small_engine
 from torch import Tensor
 
 from leangrpo.configs.checks import ConfigError
+from leangrpo.configs.ranks import ranks_per_prompt
 from leangrpo.engine.distributed import World
-from leangrpo.engine.prompt_group import PromptGroup, ranks_per_prompt
+from leangrpo.engine.prompt_group import PromptGroup
 
 pytestmark = pytest.mark.distributed
 
@@ -205,8 +206,6 @@ def test_ranks_that_drift_apart_are_found(tmp_path: Path) -> None:
 
 def test_geometry() -> None:
     assert [ranks_per_prompt(12, ranks) for ranks in (1, 2, 3, 5, 8, 16)] == [1, 2, 3, 1, 4, 4]
-    with pytest.raises(ConfigError, match=r"ranks_per_prompt=3: .* use 1, 2, 4"):
-        ranks_per_prompt(12, 8, 3)
     group = PromptGroup(World(), 12, 5, 4, None)
     assert list(group.slots) == [0, 1, 2, 3, 4] and group.generations == tuple(range(12))
 
@@ -214,7 +213,8 @@ def test_geometry() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"prompts_per_update": 3, "ranks_per_prompt": 1}, r"prompts_per_update=3: .* use a multiple, such as 2 or 4"),
+        ({"prompts_per_update": 3, "ranks_per_prompt": 1}, r"prompts_per_update=3: .* use a multiple: 2 or 4"),
+        ({"ranks_per_prompt": 3, "group_size": 12}, r"ranks_per_prompt=3: .* use 1, 2$"),
         (
             {"group_size": 4, "samples_per_forward": 4, "prompts_per_update": 4},
             r"samples_per_forward=4: .* divisor of 2",
