@@ -201,6 +201,9 @@ def _check_backend(config: Config) -> Iterator[Problem]:
     if config.optimizer.name == "adamw_8bit" and backend in ("fsdp2", "hsdp"):
         text = f"backend={backend} cannot shard its states; use adamw, or backend=replicated or a zero backend"
         yield problem("optimizer.name", config.optimizer.name, text)
+    if config.optimizer.states == "host" and backend in ZERO:
+        text = f"backend={backend} keeps its states on the device; use device, or backend=fsdp2"
+        yield problem("optimizer.states", config.optimizer.states, text)
     if config.shard_ranks is not None and backend != "hsdp":
         text = f"has no effect with backend={backend}; leave it out, or use backend=hsdp"
         yield problem("shard_ranks", config.shard_ranks, text)

@@ -194,6 +194,10 @@ class OptimizerConfig:
         Literal["adamw", "adamw_8bit"],
         Field(description="torch's AdamW, or bitsandbytes' AdamW with 8-bit states"),
     ] = "adamw"
+    states: Annotated[
+        Literal["device", "host"],
+        Field(description="where the moments wait between steps; host: two copies per step, less memory in between"),
+    ] = "device"
     learning_rate: Annotated[Positive, Field(description="learning rate, constant")] = 3e-4
     beta1: Annotated[Decay, Field(description="decay of the first moment, per step")] = 0.9
     beta2: Annotated[Decay, Field(description="decay of the second moment, per step")] = 0.999

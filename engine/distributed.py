@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from leangrpo.engine.rendezvous import fresh_store
+
 Broadcast = TypeVar("Broadcast")
 
 
@@ -95,17 +97,16 @@ def joined(world: World, device: torch.device, *, always: bool, timeout_seconds:
     if world.size == 1 and not always:
         yield
         return
+    timeout = timedelta(seconds=timeout_seconds)
     if world.size == 1:
         defaults = {"MASTER_ADDR": "127.0.0.1", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
         for name, value in defaults.items():
             os.environ.setdefault(name, value)
         store = dist.HashStore()  # type: ignore[attr-defined]
     else:
-        store = None
+        store = fresh_store(world.rank, world.size, timeout)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(
-        backend, store=store, rank=world.rank, world_size=world.size, timeout=timedelta(seconds=timeout_seconds)
-    )
+    dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
     try:
         yield
         world.barrier()

@@ -21,10 +21,11 @@ from leangrpo.engine import checkpoint as checkpoints
 from leangrpo.engine.distributed import World
 from leangrpo.engine.evaluation import evaluate
 from leangrpo.engine.images import save_curves, save_grid
+from leangrpo.engine.measurement import PlanCheck
 from leangrpo.engine.metrics import EVALUATIONS_FILE, METRICS_FILE, MetricsLog, read_lines, refuse_missing_wandb
 from leangrpo.engine.planning import choose, explain
 from leangrpo.engine.prompts import load_prompts, prompts_of_update
-from leangrpo.engine.run_folder import find_checkpoint, read_begun, take
+from leangrpo.engine.run_folder import find_checkpoint, note_measured, read_begun, take
 from leangrpo.engine.trainer import Engine
 from leangrpo.engine.types import StepMetrics
 
@@ -63,9 +64,10 @@ class Run:
         if latest is not None:
             resume(self.engine, latest)
         self.log: MetricsLog | None = None
+        keeps_plan = self.world.broadcast(self.begun is not None and self.begun.keeps_plan(self.world.size))
+        self.check = None if keeps_plan else PlanCheck(self.plan)
         self.world.barrier()  # nobody writes before all have looked
         if self.world.is_main:
-            keeps_plan = self.begun is not None and self.begun.keeps_plan(self.world.size)
             self.lock = take(config, self.prompts, None if keeps_plan else self.plan)
             if find_checkpoint(dataclasses.replace(config, resume=True), self.prompts) != latest:
                 raise ConfigError(f"out_dir={config.out_dir}: another process has trained there meanwhile; start again")
@@ -98,8 +100,12 @@ class Run:
         config, engine = self.config, self.engine
         prompts = prompts_of_update(self.prompts, config.seed, engine.update, config.prompts_per_update)
         start = time.perf_counter()
-        metrics = engine.train_step(prompts)
+        metrics = self.check.train_step(engine, prompts) if self.check else engine.train_step(prompts)
         seconds = time.perf_counter() - start
+        if self.check and (self.check.updates == 2 or engine.update == config.updates):
+            measured, self.check = self.check.conclude(engine, seconds), None
+            if self.world.is_main:
+                note_measured(self.directory, dataclasses.asdict(measured))
         report_dropped(metrics, engine.update)
         if engine.update == 1:
             refuse_drift(engine)

@@ -6,6 +6,7 @@ they were planned for, and what was predicted.
 
 import fcntl
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -120,6 +121,12 @@ def take(config: Config, prompts: list[str], plan: Plan | None) -> IO[str]:
         _replace(directory / PLAN, json.dumps(plan.to_dict(), indent=1) + "\n")
     _replace(directory / CONFIG, dump_config(config))
     return lock
+
+
+def note_measured(directory: Path, measured: Mapping[str, Any]) -> None:
+    """Put what was measured beside the predictions of plan.json."""
+    stored = json.loads((directory / PLAN).read_text(encoding="utf-8"))
+    _replace(directory / PLAN, json.dumps(stored | {"measured": dict(measured)}, indent=1) + "\n")
 
 
 def _replace(path: Path, text: str) -> None:

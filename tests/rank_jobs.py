@@ -1,5 +1,6 @@
 """What tests run on several ranks: importable functions, since new processes start from nothing."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor
 import leangrpo.engine.planning
 from leangrpo.configs import Config, ConfigError
 from leangrpo.engine.distributed import World
+from leangrpo.engine.distributed import World, joined
 from leangrpo.engine.memory_meter import MemoryMeter
 from leangrpo.engine.planning import choose
 from leangrpo.engine.trainer import Engine
@@ -155,3 +157,12 @@ def choose_and_train(world: World, configs: list[Config]) -> list[Candidate | st
         except ConfigError as error:
             answers.append(str(error))
     return answers
+
+
+def join_and_leave(rank: int, port: int) -> None:
+    """As a worker of torchrun, whose agent holds the store."""
+    launcher = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    os.environ |= launcher
+    with joined(World(rank, 2, rank, 2), torch.device("cpu"), always=True, timeout_seconds=60):
+        pass
+    os._exit(0)

@@ -8,10 +8,12 @@ from typing import Literal
 import torch
 from diffusers import SD3Transformer2DModel
 
+from leangrpo.configs.checks import ConfigError
 from leangrpo.configs.schema import (
     AdvantageConfig,
     AlgorithmConfig,
     Backend,
+    Checkpointing,
     Config,
     LoraConfig,
     OptimizerConfig,
@@ -31,7 +33,7 @@ from leangrpo.planners.types import Candidate, Estimate, PolicyTrace
 Weights = Literal["lora", "full"]
 PROMPTS = ("zero", "one", "two", "three", "four", "five", "six", "seven")
 TEXT_WIDTH, HEAD = 32, 16
-MOST_CANDIDATES = 9
+FEWEST_CANDIDATES, MOST_CANDIDATES = 6, 9
 LINEAR_LAYERS = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 MLP_LAYERS = ("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2")
 
@@ -124,18 +126,27 @@ def measured_candidates(plan: Plan) -> list[Estimate]:
 
     Kinds share a schedule, buffers, a residency, a way to synchronise, a batch size, or what is checkpointed.
     """
-    again = [
-        search(plan.trace, plan.workload, plan.hardware, {"checkpointing": choice}).candidates
-        for choice in ("all", max(1, len(plan.trace.blocks) // 2))
-    ]
-    ranked = [one for one in plan.candidates if one.feasible]
-    picked = [plan.chosen, *ranked[:3], *(one for others in again for one in others[:1] if one.feasible)]
-    for name in ("schedule", "buffers", "residency", "sync", "samples_per_forward"):
+    own = [one for one in plan.candidates if one.feasible]
+    ranked = own + [one for choice in ("all", max(1, len(plan.trace.blocks) // 2)) for one in _pinned(plan, choice)]
+    ranked.sort(key=lambda one: one.time.total)
+    picked = [plan.chosen, *ranked[:3]]
+    for name in ("schedule", "buffers", "checkpointing", "residency", "sync", "samples_per_forward"):
         for value in dict.fromkeys(getattr(one.candidate, name) for one in ranked):
             picked += [one for one in ranked if getattr(one.candidate, name) == value][:1]
     unique = {one.candidate: one for one in picked}
-    unique |= {one.candidate: one for one in ranked[:6]} if len(unique) < 6 else {}
+    for one in ranked:
+        if len(unique) < FEWEST_CANDIDATES:
+            unique.setdefault(one.candidate, one)
     return list(unique.values())[:MOST_CANDIDATES]
+
+
+def _pinned(plan: Plan, checkpointing: Checkpointing) -> list[Estimate]:
+    """What fits with that choice; the planner itself only looks at the fewest blocks that have to be checkpointed."""
+    try:
+        found = search(plan.trace, plan.workload, plan.hardware, {"checkpointing": checkpointing})
+    except ConfigError:
+        return []
+    return [one for one in found.candidates if one.feasible]
 
 
 def _one_rank() -> Iterator[Case]:

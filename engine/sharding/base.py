@@ -93,11 +93,6 @@ def optimizer_states(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
 
 
-def frozen_tensors(module: nn.Module) -> list[Tensor]:
-    """Parameters that are not trained, and buffers."""
-    return [*(p for p in module.parameters() if not p.requires_grad), *module.buffers()]
-
-
 def first_difference(names: Iterable[str], values: Iterable[Tensor], group: dist.ProcessGroup | None) -> str:
     """The first name whose value is not the same, to the bit, on all ranks of `group`. Collective."""
     names = list(names)

@@ -35,6 +35,7 @@ from leangrpo.engine.sharding.base import (
     first_difference,
     optimizer_states,
 )
+from leangrpo.engine.sharding.host_states import HostStates
 from leangrpo.engine.sharding.replicated import make_optimizer, refuse_other_parameters
 
 TRAINABLE = StateDictOptions(ignore_frozen_params=True, strict=False)
@@ -117,6 +118,7 @@ class FSDP2(ShardingBackend, ShardedSums):
             self.parameters += unsharded
         trainable: list[Tensor] = [p for group in self.groups for p in group.sharded]
         self.optimizer = make_optimizer(config.optimizer, trainable)
+        self.host_states = HostStates(self.optimizer) if config.optimizer.states == "host" else None
         self.trainable = trainable
         self.parameter_groups, self.trainable_parameter_groups = len(self.modules), len(self.groups)
 
@@ -212,11 +214,15 @@ class FSDP2(ShardingBackend, ShardedSums):
 
     def save(self, directory: Path) -> None:
         save_distributed(self._state(), checkpoint_id=directory / "dcp")
+        if self.host_states:
+            self.host_states.store()
 
     def load(self, directory: Path) -> None:
         state = self._state()
         load_distributed(state, checkpoint_id=directory / "dcp")  # into the parameters themselves
         set_optimizer_state_dict(self.module, self.optimizer, state["optimizer"], options=TRAINABLE)
+        if self.host_states:
+            self.host_states.loaded()
 
     def owned(self) -> dict[str, list[Tensor]]:
         everything = [p for root in self.roots for p in root.parameters()]

@@ -10,13 +10,8 @@ from torch import Tensor
 from leangrpo.configs.schema import Config, OptimizerConfig
 from leangrpo.engine.distributed import World
 from leangrpo.engine.policies.base import DTYPES, PolicyAdapter
-from leangrpo.engine.sharding.base import (
-    NonFiniteGradientError,
-    ShardingBackend,
-    first_difference,
-    frozen_tensors,
-    optimizer_states,
-)
+from leangrpo.engine.sharding.base import NonFiniteGradientError, ShardingBackend, first_difference, optimizer_states
+from leangrpo.engine.sharding.host_states import HostStates
 
 
 def make_optimizer(config: OptimizerConfig, parameters: list[Tensor]) -> torch.optim.Optimizer:
@@ -54,6 +49,7 @@ class Replicated(ShardingBackend):
         self.parameter_groups = self.trainable_parameter_groups = 1
         self.gradient: Tensor | None = None
         self.optimizer = make_optimizer(config.optimizer, self.masters)
+        self.host_states = HostStates(self.optimizer) if config.optimizer.states == "host" else None
 
     @torch.no_grad()
     def reduce(self, total: Tensor) -> None:
@@ -95,16 +91,21 @@ class Replicated(ShardingBackend):
         if self.world.is_main:
             save_parameters(self.full_parameters(), directory)
             torch.save(self.optimizer.state_dict(), directory / "optimizer.pt")
+        if self.host_states:
+            self.host_states.store()
 
     def load(self, directory: Path) -> None:
         self.load_parameters(load_file(directory / PARAMETERS))
         state: dict[str, Any] = torch.load(directory / "optimizer.pt", map_location="cpu", weights_only=True)
         self.optimizer.load_state_dict(state)
+        if self.host_states:
+            self.host_states.loaded()
 
     def owned(self) -> dict[str, list[Tensor]]:
+        frozen = [p for p in self.module.parameters() if not p.requires_grad]
         gradients = [master.grad for master in self.masters if master.grad is not None]
         return {
-            "parameters": [*self.masters, *frozen_tensors(self.module)],
+            "parameters": [*self.masters, *frozen, *self.module.buffers()],
             "gathered_parameters": list(self.parameters) if self.has_copies else [],
             "gradients": gradients + ([] if self.gradient is None else [self.gradient]),
             "optimizer_states": optimizer_states(self.optimizer),

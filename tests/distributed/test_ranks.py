@@ -188,13 +188,15 @@ def test_the_forward_after_a_step_uses_the_new_weights(residency: str, tmp_path:
 
 @pytest.mark.parametrize("weights", ["lora", pytest.param("full", marks=pytest.mark.slow)])
 def test_resume_to_the_bit_and_on_another_number_of_ranks(weights: str, tmp_path: Path) -> None:
+    """Saved with optimizer states on the host, resumed with states on the device, and on the host again."""
     case = GEOMETRY | {"backend": "fsdp2", "policy": {"weights": weights}}
     saved = tmp_path / "saved"
     saved.mkdir()
-    whole = run_ranks(2, rank_jobs.run_and_save, case, saved, folder=tmp_path)[0]
+    on_host = case | {"optimizer": {"states": "host"}}
+    whole = run_ranks(2, rank_jobs.run_and_save, on_host, saved, folder=tmp_path)[0]
     resumed = run_ranks(2, rank_jobs.resume, case, saved, folder=tmp_path)[0]
     assert all(torch.equal(whole[key], resumed[key]) for key in whole)
-    one_rank = run_ranks(1, rank_jobs.resume, case, saved, folder=tmp_path)[0]
+    one_rank = run_ranks(1, rank_jobs.resume, on_host, saved, folder=tmp_path)[0]
     start = small_engine(small_config(**on_one_process(case))).backend.full_parameters()
     assert distance(one_rank, whole) < 1e-4 * distance(start, whole)
 
