@@ -36,11 +36,11 @@ class Costs:
         whole, again = self._backward_seconds(samples), self._forward_seconds(samples)
         # the root is never checkpointed
         computes = [part * (whole + again * (0 < index <= k)) for index, part in enumerate(self._parts)]
-        hides = self.reduces_every_backward and self.hardware.overlaps_reduce and self._shards > 1
+        by_block = self.reduces_every_backward and self._shards > 1  # the gradients of a block need no other buffer
+        hides = by_block and self.hardware.overlaps_reduce
         passed = self._pass(computes, self.reduction() if hides else 0.0)
-        if self.reduces_every_backward:
-            return passed + (0.0 if hides else self.reduction())
-        return passed + self.accumulate(samples)
+        passed += 0.0 if by_block else self.accumulate(samples)
+        return passed + (self.reduction() if self.reduces_every_backward and not hides else 0.0)
 
     @property
     def reduces_every_backward(self) -> bool:

@@ -56,7 +56,7 @@ def estimate_memory(
     }
     phases = _phases(candidate, workload, trace, hardware)
     if by_block:
-        for name in ("rollout", "backward", "reduction"):
+        for name in ("backward", "correction", "reduction"):
             phases[name]["gradient_buffers"] = 0
     phase = max(phases, key=lambda name: sum(phases[name].values()))
     held = dict.fromkeys(COMPONENTS, 0) | static | phases[phase]
@@ -83,8 +83,8 @@ def _phases(
     batch, whole = candidate.samples_per_forward, shard_ranks(workload, hardware) == 1
     accumulates = _accumulates(candidate, workload, hardware)
     always = {"gathered_parameters": resident, "activations": stored, "gradients": gradient * accumulates}
-    # Native and Retain make theirs in the first backward
-    exists = layout.rounds > 1 or candidate.schedule == "reweight"
+    # Native and Retain make theirs in the first backward, and it is gone when it has been reduced
+    exists = candidate.schedule == "reweight" or (layout.rounds > 1 and candidate.sync == "every_update")
     before = always | {"gradient_buffers": int(copies.backward * buffer) * exists, "activations": stored + retained}
     in_pass = {"gathered_parameters": resident or _gathered_in_turn(workload, trace, hardware)}
     one_step = batch * trace.peak_bytes[_k(candidate, trace)]
@@ -148,7 +148,7 @@ def buffer_copies(candidate: Candidate, workload: Workload, hardware: HardwareSp
     keeps_total = candidate.sync == "every_update" and several
     kl = with_kl and (workload.global_std or not keeps_total)
     held = pending + float(kl) + (float(sums) if keeps_total and layout.rounds > 1 else 0.0)
-    weighted = pending + float(kl) + float(sums)
+    weighted = pending + float(with_kl and workload.global_std) + float(sums)
     # the schedule and what it holds is gone before the one reduction of an update
     return BufferCopies(
         backward=held, correction=weighted, reduction=1.0 if candidate.sync == "every_update" else weighted
@@ -244,7 +244,8 @@ def _reduction_temporaries(candidate: Candidate, workload: Workload, trace: Poli
     if shard_ranks(workload, hardware) == 1:
         return fetched * (candidate.buffer_device == "host")
     if workload.backend not in ("fsdp2", "hsdp"):
-        return fetched + MASTER * local_trainable(workload, trace, hardware)
+        bucket = min(ZERO_BUCKET, trace.trainable) * BYTES[workload.precision] * (workload.backend != "zero3")
+        return bucket + MASTER * local_trainable(workload, trace, hardware)
     under_way = IN_FLIGHT + hardware.is_cpu  # gloo reduces a copy of what it is given
     return under_way * fetched + buffer * local_trainable(workload, trace, hardware)
 
@@ -257,6 +258,4 @@ def _backward_temporaries(
         return trace.gradient_bytes
     precision = BYTES[workload.precision]
     flat = 0 if resident else _largest_group(trace) * precision
-    if workload.backend in ("zero1", "zero2"):
-        flat += min(ZERO_BUCKET, trace.trainable) * precision
     return flat + trace.gradient_bytes

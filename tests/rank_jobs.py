@@ -11,7 +11,6 @@ from torch import Tensor
 
 import leangrpo.engine.planning
 from leangrpo.configs import Config, ConfigError
-from leangrpo.engine.distributed import World
 from leangrpo.engine.distributed import World, joined
 from leangrpo.engine.memory_meter import MemoryMeter
 from leangrpo.engine.planning import choose

@@ -70,4 +70,6 @@ def test_two_samples_per_rank_do_not_fit_under_reweight() -> None:
     sharded = needed(schedule="reweight", sync="every_group", buffers="streaming_sharded")
     assert per_sample > 1.3 * spec.memory_bytes
     assert spec.memory_bytes < sharded < per_sample
-    assert needed(schedule="native") < spec.memory_bytes
+    # as the paper's trainer ran it: FSDP2 reduces block by block, this engine would keep a flat buffer
+    native = estimate_memory(candidate(), workload, trace, spec, by_block=True)
+    assert native.peak + native.margin < spec.memory_bytes

@@ -175,12 +175,12 @@ def _one_rank() -> Iterator[Case]:
     for width, patch, weights, selected, budget in limited:
         name = f"{weights} {width}/{patch} S{selected} {budget:.2f}"
         yield Case(name=name, width=width, patch=patch, weights=weights, selected=selected, budget=budget)
-    yield Case(name="lora 128 KL 0.40", width=128, beta=0.04, budget=0.4)
+    yield Case(name="lora 128 KL 0.60", width=128, beta=0.04, budget=0.6)
     yield Case(name="lora 64 global 0.40", prompts=2, std="global", budget=0.4)
 
 
 def _two_ranks() -> Iterator[Case]:
-    for budget in (None, 0.5):
+    for budget in (None, 0.75):
         text = f" {budget}" if budget else ""
         yield Case(name=f"2x replicated{text}", ranks=2, width=128, prompts=2, budget=budget)
         yield Case(name=f"2x fsdp2 lora{text}", ranks=2, width=256, backend="fsdp2", budget=budget)
