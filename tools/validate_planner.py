@@ -59,9 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             stored["cases"][case.name] = {"error": str(error).strip().splitlines()[-1]}
         _save(stored, arguments.out)
     summary = summarise(stored["cases"])
-    print(
-        json.dumps({**stored, "summary": summary}, indent=1) if arguments.json else describe(stored["cases"], summary)
-    )
+    print(json.dumps({**stored, "summary": summary}, indent=1) if arguments.json else describe(summary))
     return int(not all(summary["met"].values()))
 
 

@@ -91,7 +91,7 @@ def summarise(cases: Mapping[str, Any]) -> dict[str, Any]:
     return summary | {"met": {name: bool(holds(summary)) for name, holds in CRITERIA.items()}}
 
 
-def describe(cases: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
+def describe(summary: Mapping[str, Any]) -> str:
     """A table within 80 columns."""
     lines = [f"{'configuration':22}{'regret':>7}  {'ratio to the best':20}{'memory':>13}{'time':>13}"]
     for name, one in summary["judged"].items():
