@@ -2,7 +2,8 @@
 
 Compute is FLOPs over a sustained rate, plus the traffic of gradient buffers over memory bandwidth. All-gathers are
 prefetched by one block, as FSDP2 does it: while block i computes, block i + 1 is gathered, so that a pass takes the
-slower of the two at every block. Whether reduce-scatters hide behind compute is a property of the machine.
+slower of the two at every block. Whether reduce-scatters hide behind compute is a property of the machine, and of who
+reduces: this engine does it when a backward is over.
 """
 
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ class Costs:
     workload: Workload
     trace: PolicyTrace
     hardware: HardwareSpec
+    by_block: bool = False
+    """under sync=every_backward: reduced as FSDP2 itself does it, block by block while the backward goes on"""
 
     def forward(self, samples: int) -> float:
         """Of one forward, with what it waits for parameters."""
@@ -36,7 +39,7 @@ class Costs:
         whole, again = self._backward_seconds(samples), self._forward_seconds(samples)
         # the root is never checkpointed
         computes = [part * (whole + again * (0 < index <= k)) for index, part in enumerate(self._parts)]
-        by_block = self.reduces_every_backward and self._shards > 1  # the gradients of a block need no other buffer
+        by_block = self.by_block and self.reduces_every_backward and self._shards > 1  # and without a flat buffer
         hides = by_block and self.hardware.overlaps_reduce
         passed = self._pass(computes, self.reduction() if hides else 0.0)
         passed += 0.0 if by_block else self.accumulate(samples)

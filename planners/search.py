@@ -188,7 +188,7 @@ def _estimate_both(
 ) -> Estimate:
     """Memory and time; `reason`: why the candidate is out already, empty if it is not."""
     memory = estimate_memory(candidate, workload, trace, hardware, by_block=by_block)
-    time = estimate_time(candidate, workload, trace, hardware)
+    time = estimate_time(candidate, workload, trace, hardware, by_block=by_block)
     missing = max(0, memory.peak + memory.margin - hardware.memory_bytes)
     host_share = hardware.host_memory_bytes // hardware.ranks_per_node
     if not reason and missing:

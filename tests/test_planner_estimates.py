@@ -155,12 +155,15 @@ def test_gathers_hide_behind_compute_or_the_other_way_round() -> None:
 def test_reductions_are_exposed_without_nvlink_and_hidden_with_it() -> None:
     choice, fast = candidate(residency="resident"), replace(SPEC, reduce_scatter_bandwidth=1e13)
     exposed, hidden = (
-        Costs(choice, SEVERAL, round_trace(), replace(fast, overlaps_reduce=overlaps)) for overlaps in (False, True)
+        Costs(choice, SEVERAL, round_trace(), replace(fast, overlaps_reduce=overlaps), by_block=True)
+        for overlaps in (False, True)
     )
     plain = replace(choice, sync="every_update")
     backward = Costs(plain, SEVERAL, round_trace(), replace(SPEC, memory_bandwidth=1e30)).backward(1)
     assert exposed.backward(1) == pytest.approx(backward + exposed.reduction(), rel=1e-3)
     assert hidden.backward(1) < backward + 0.3 * hidden.reduction()
+    own = Costs(choice, SEVERAL, round_trace(), replace(fast, overlaps_reduce=True))  # when the backward is over
+    assert own.backward(1) == pytest.approx(backward + own.accumulate(1) + own.reduction(), rel=1e-3)
 
 
 def test_nodes_are_as_fast_as_the_links_between_them() -> None:
