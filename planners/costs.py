@@ -36,7 +36,7 @@ class Costs:
     def backward(self, samples: int) -> float:
         """Of one backward: recomputation, waiting for parameters, and the gradients' way into a buffer or reduction."""
         k = self.trace.checkpointed(self.candidate.checkpointing)
-        whole, again = self._backward_seconds(samples), self._forward_seconds(samples)
+        whole, again = self._backward_seconds(samples), self._forward_seconds(samples, again=True)
         # the root is never checkpointed
         computes = [part * (whole + again * (0 < index <= k)) for index, part in enumerate(self._parts)]
         by_block = self.by_block and self.reduces_every_backward and self._shards > 1  # and without a flat buffer
@@ -75,16 +75,22 @@ class Costs:
         return fetched + seconds
 
     def accumulate(self, samples: int) -> float:
-        """Of adding one backward's gradients to local buffers; one by one where samples are kept apart."""
+        """Of adding one backward's gradients to local buffers.
+
+        Where samples are kept apart, matrix products add to the rows of all samples themselves; else one hook per
+        tensor adds what autograd made.
+        """
         rows = samples if self.candidate.schedule == "reweight" else 1
-        gradient, buffer = self.trace.trainable * self._precision, self.trace.trainable * self._buffer
-        issued = 0.0
-        if not self.hardware.asynchronous:  # a hook per tensor
-            issued = self.trace.trainable_tensors * self.hardware.backward_operator_seconds
-        if not self._on_host:
-            return issued + self.memory(rows * (gradient + 2 * buffer))
-        moved, added = gradient / self.hardware.host_bandwidth, gradient + 2 * buffer
-        return issued + rows * (moved + added / self.hardware.host_memory_bandwidth)
+        buffer = 2 * self.trace.trainable * self._buffer  # read and written
+        gradient = self.trace.trainable * self._precision
+        if self._on_host:
+            moved = gradient / self.hardware.host_bandwidth
+            return rows * (moved + (gradient + buffer) / self.hardware.host_memory_bandwidth)
+        traffic = rows * buffer + gradient * (rows == 1)
+        if self.hardware.asynchronous:
+            return self.memory(traffic)
+        issued = self.trace.trainable_tensors * self.hardware.backward_operator_seconds * (rows == 1)
+        return issued + _over((traffic, 0), 0, self.hardware.backward_operator_bandwidth)
 
     def correction(self) -> float:
         """Of weighting the buffers of one group; under streaming_sharded with the reductions in it."""
@@ -122,18 +128,24 @@ class Costs:
         """Of `flops` operations."""
         return flops / self.hardware.rate(self.workload.precision, backward=backward)
 
-    def _forward_seconds(self, samples: int) -> float:
+    def _forward_seconds(self, samples: int, *, again: bool = False) -> float:
+        """`again`: in a checkpointed block, where everything that is saved passes through torch's Python hooks."""
         trace, hardware = self.trace, self.hardware
         traffic = _over(trace.forward_traffic, samples, hardware.operator_bandwidth)
-        issue = trace.forward_operators * hardware.operator_seconds
+        issue = (trace.forward_operators + self._captured(samples)) * hardware.operator_seconds
+        issue += again * trace.forward_operators * hardware.backward_operator_seconds
         return self._busy(self.compute(samples * trace.forward_flops) + traffic, issue)
 
     def _backward_seconds(self, samples: int) -> float:
         """Without recomputation."""
         trace, hardware = self.trace, self.hardware
         traffic = _over(trace.backward_traffic, samples, hardware.backward_operator_bandwidth)
-        issue = trace.backward_operators * hardware.backward_operator_seconds
+        issue = (trace.backward_operators + self._captured(samples)) * hardware.backward_operator_seconds
         return self._busy(self.compute(samples * trace.backward_flops, backward=True) + traffic, issue)
+
+    def _captured(self, samples: int) -> int:
+        """Tensors whose layers are Python functions of autograd, to keep samples apart (engine/per_sample.py)."""
+        return self.trace.trainable_tensors * (self.candidate.schedule == "reweight" and samples > 1)
 
     @property
     def _parts(self) -> list[float]:
