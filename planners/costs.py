@@ -86,11 +86,12 @@ class Costs:
         if self._on_host:
             moved = gradient / self.hardware.host_bandwidth
             return rows * (moved + (gradient + buffer) / self.hardware.host_memory_bandwidth)
-        traffic = rows * buffer + gradient * (rows == 1)
-        if self.hardware.asynchronous:
-            return self.memory(traffic)
-        issued = self.trace.trainable_tensors * self.hardware.backward_operator_seconds * (rows == 1)
-        return issued + _over((traffic, 0), 0, self.hardware.backward_operator_bandwidth)
+        if rows == 1:
+            issued = self.trace.trainable_tensors * self.hardware.backward_operator_seconds
+            return self.memory(gradient + buffer) + issued * self.hardware.is_cpu
+        if self.hardware.is_cpu:
+            return _over((rows * buffer, 0), 0, self.hardware.backward_operator_bandwidth)
+        return self.memory(rows * buffer)
 
     def correction(self) -> float:
         """Of weighting the buffers of one group; under streaming_sharded with the reductions in it."""
