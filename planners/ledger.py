@@ -22,6 +22,10 @@ class Ledger(TorchDispatchMode):
         """bytes that operators read and write: of tensors that do not depend on the samples, and of those that do"""
         self.live = 0
         self.peak = 0
+        self.new_peak = 0
+        """most bytes of what was made since `restart_peak`, whatever older is freed meanwhile"""
+        self._new = 0
+        self._restarts = 0
         self.uncounted_shapes: set[tuple[int, ...]] = set()
         """results of these shapes are no activations: gradients of weights, during a backward"""
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -45,8 +49,10 @@ class Ledger(TorchDispatchMode):
         return storage in self._of_samples
 
     def restart_peak(self) -> int:
-        """Forget the peak so far; returns the bytes that are live now."""
+        """Forget the peaks so far; returns the bytes that are live now."""
         self.peak = self.live
+        self._new = self.new_peak = 0
+        self._restarts += 1
         return self.live
 
     def __torch_dispatch__(
@@ -77,11 +83,13 @@ class Ledger(TorchDispatchMode):
         size = storage.nbytes()
         self._alive.add(storage)
         self.live += size
-        self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self._release, size)
+        self._new += size
+        self.peak, self.new_peak = max(self.peak, self.live), max(self.new_peak, self._new)
+        weakref.finalize(storage, self._release, size, self._restarts)
 
-    def _release(self, size: int) -> None:
+    def _release(self, size: int, restarts: int) -> None:
         self.live -= size
+        self._new -= size * (restarts == self._restarts)
 
 
 def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:

@@ -87,7 +87,7 @@ def _phases(
     exists = candidate.schedule == "reweight" or (layout.rounds > 1 and candidate.sync == "every_update")
     before = always | {"gradient_buffers": int(copies.backward * buffer) * exists, "activations": stored + retained}
     in_pass = {"gathered_parameters": resident or _gathered_in_turn(workload, trace, hardware)}
-    one_step = batch * trace.peak_bytes[_k(candidate, trace)]
+    one_step = _one_step(candidate, workload, trace)
     return {
         "encoding, decoding or reward": before | {"temporaries": _of_other_models(candidate, workload)},
         "rollout": before | in_pass | {"activations": batch * trace.rollout_bytes + retained + stored},
@@ -136,7 +136,6 @@ def buffer_copies(candidate: Candidate, workload: Workload, hardware: HardwareSp
     std one undivided sum per reward term takes its place. Sharded sums go into the sharded gradients instead.
     """
     layout, shards = Layout.of(workload, hardware.ranks), shard_ranks(workload, hardware)
-    several = layout.rounds > 1 or shards == 1
     sums = workload.reward_terms if workload.global_std else 1
     if candidate.schedule != "reweight":
         return BufferCopies(backward=1.0, correction=1.0, reduction=1.0)
@@ -145,9 +144,11 @@ def buffer_copies(candidate: Candidate, workload: Workload, hardware: HardwareSp
         held = batch + (running + workload.global_std * sums) / shards + float(with_kl)
         return BufferCopies(backward=held, correction=held, reduction=held)
     pending = float(layout.samples if candidate.buffers == "per_sample" else batch + running)
-    keeps_total = candidate.sync == "every_update" and several
-    kl = with_kl and (workload.global_std or not keeps_total)
-    held = pending + float(kl) + (float(sums) if keeps_total and layout.rounds > 1 else 0.0)
+    with_earlier = candidate.sync == "every_update" and layout.rounds > 1
+    if workload.global_std:
+        held = pending + sums * with_earlier + with_kl
+    else:
+        held = pending + (with_earlier or with_kl)
     weighted = pending + float(with_kl and workload.global_std) + float(sums)
     # the schedule and what it holds is gone before the one reduction of an update
     return BufferCopies(
@@ -226,6 +227,20 @@ def _graph(candidate: Candidate, trace: PolicyTrace) -> int:
     """What one step keeps for its backward."""
     k = _k(candidate, trace)
     return candidate.samples_per_forward * trace.saved_bytes[k] + trace.fixed_bytes[k]
+
+
+def _one_step(candidate: Candidate, workload: Workload, trace: PolicyTrace) -> int:
+    """The most at one time in a step's backward; with KL the reference runs beside the graph as well.
+
+    Reweight goes through the graph of a step with KL twice, so that the first time nothing of it is freed.
+    """
+    batch, k = candidate.samples_per_forward, _k(candidate, trace)
+    peak = batch * trace.peak_bytes[k]
+    if workload.beta == 0:
+        return peak
+    graph = _graph(candidate, trace)
+    twice = batch * trace.transient_bytes * (candidate.schedule == "reweight")
+    return max(peak, graph + max(batch * trace.rollout_bytes, twice))
 
 
 def _retained(candidate: Candidate, workload: Workload, trace: PolicyTrace, hardware: HardwareSpec) -> int:

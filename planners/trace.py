@@ -57,6 +57,7 @@ def trace_module(
         peak_bytes=peaks,
         forward_operators=run.forward_operators,
         backward_operators=run.ledger.operators - run.forward_operators,
+        transient_bytes=run.ledger.new_peak,
         rollout_bytes=run.rollout_bytes(),
         forward_traffic=run.forward_traffic,
         backward_traffic=run.backward_traffic,

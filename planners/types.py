@@ -145,6 +145,8 @@ class PolicyTrace:
     """over k: saved once per step, whatever the number of samples"""
     peak_bytes: tuple[int, ...]
     """over k: most activations at one time during the forward and backward of one step of one sample"""
+    transient_bytes: int
+    """most that a backward of one sample needs beside its graph, were none of that freed meanwhile"""
     rollout_bytes: int
     """most activations at one time during a forward of one sample without grad"""
     forward_traffic: tuple[int, int]

@@ -57,6 +57,7 @@ def round_trace(**changes: Any) -> PolicyTrace:
         peak_bytes=tuple(10**7 + 10**9 * (4 - k) + 10**8 * k + (2 * 10**8 if k < 4 else 10**9) for k in range(5)),
         forward_operators=500,
         backward_operators=1000,
+        transient_bytes=3 * 10**8,
         rollout_bytes=10**8,
         forward_traffic=(8 * 10**9, 10**9),
         backward_traffic=(16 * 10**9, 2 * 10**9),

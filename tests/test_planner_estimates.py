@@ -48,6 +48,7 @@ def test_buffers_for_kl_and_separate_rewards() -> None:
     assert buffer_copies(per_sample, replace(SEVERAL, beta=0.1), SPEC).backward == 3  # straight into the total
     assert buffer_copies(per_sample, replace(SEVERAL, beta=0.1, global_std=True), SPEC).backward == 4
     assert buffer_copies(replace(per_sample, sync="every_group"), replace(SEVERAL, beta=0.1), SPEC).backward == 3
+    assert buffer_copies(per_sample, replace(ONE, beta=0.1), SPEC).backward == 3  # the KL term makes the total
 
 
 def test_memory_of_native_by_component() -> None:
@@ -293,6 +294,22 @@ def test_a_rollout_under_retain_ends_with_all_graphs_and_a_forward() -> None:
     graph = trace.saved_bytes[4] + trace.fixed_bytes[4]
     assert retain.phase == "rollout"
     assert retain.activations == 10**11 + 5 * 2 * graph + 4 * (2 * 6 * 10**5 + 10**6)
+
+
+def test_kl_needs_the_reference_beside_the_graph_and_reweight_the_graph_twice() -> None:
+    """Nothing checkpointed: a graph of 4.011 GB; the reference's forward takes 5 GB, a backward beside it 3 or 7."""
+    choice = candidate(checkpointing="none")
+    for schedule, transient, more in (("native", 7, 5), ("reweight", 3, 5), ("reweight", 7, 7)):
+        trace = round_trace(rollout_bytes=5 * 10**9, transient_bytes=transient * 10**9)
+        plain, with_kl = (
+            estimate_memory(
+                replace(choice, schedule=schedule, sync="every_update"), replace(SEVERAL, beta=beta), trace, SPEC
+            )
+            for beta in (0.0, 0.1)
+        )
+        graph = trace.saved_bytes[0] + trace.fixed_bytes[0]
+        assert plain.phase == with_kl.phase == "backward"
+        assert with_kl.activations - plain.activations == graph + more * 10**9 - trace.peak_bytes[0]
 
 
 def test_buffers_on_the_host_of_a_cpu_save_nothing() -> None:
