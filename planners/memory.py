@@ -145,10 +145,8 @@ def buffer_copies(candidate: Candidate, workload: Workload, hardware: HardwareSp
         return BufferCopies(backward=held, correction=held, reduction=held)
     pending = float(layout.samples if candidate.buffers == "per_sample" else batch + running)
     with_earlier = candidate.sync == "every_update" and layout.rounds > 1
-    if workload.global_std:
-        held = pending + sums * with_earlier + with_kl
-    else:
-        held = pending + (with_earlier or with_kl)
+    # sums that wait for a divisor, and beside them the KL term's total; else both go into the same total
+    held = pending + (sums * with_earlier + with_kl if workload.global_std else (with_earlier or with_kl))
     weighted = pending + float(with_kl and workload.global_std) + float(sums)
     # the schedule and what it holds is gone before the one reduction of an update
     return BufferCopies(

@@ -71,7 +71,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("validation.json"), help="results (default validation.json)")
     parser.add_argument("--part", default="1/1", metavar="K/N", help="every N-th configuration, from the K-th on")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these configurations")
-    parser.add_argument("--seconds", type=float, default=30.0, help="of timing per configuration (default 30)")
+    parser.add_argument("--seconds", type=float, default=12.0, help="of timing per configuration (default 12)")
     parser.add_argument("--minutes", type=float, default=25.0, help="begin no configuration after that (default 25)")
     return parser.parse_args(argv)
 
