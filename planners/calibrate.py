@@ -9,16 +9,18 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from leangrpo.planners.costs import STREAM
 from leangrpo.planners.hardware import MEASURED, calibration_file
-from leangrpo.planners.trace import trace_module
+from leangrpo.planners.trace import shardable_blocks, trace_module
 from leangrpo.planners.types import HardwareSpec
 
 COPIED = 64 * 2**20  # bytes of a measured copy or collective: beyond the caches
@@ -39,6 +41,8 @@ class Rates:
     operator_seconds: float
     operator_bandwidth: float | None = None
     """bytes per second; None: not told apart"""
+    graph_operator_seconds: float = 0.0
+    """per operator of the forward that a backward belongs to"""
 
 
 def calibrate(
@@ -52,7 +56,7 @@ def calibrate(
     """
     device = next(modules[0].parameters()).device
     measure = measure_hidden if spec.asynchronous else measure_added
-    forward, backward = measure(modules, inputs, dtype=dtype)
+    forward, backward, checkpointing = measure(modules, inputs, dtype=dtype)
     memory = measure_copy(device)
     scale = forward.flops / (spec.flops if dtype == "bfloat16" else spec.float32_flops)
     measured: dict[str, Any] = {
@@ -64,6 +68,9 @@ def calibrate(
         "backward_operator_seconds": backward.operator_seconds,
         "operator_bandwidth": forward.operator_bandwidth,
         "backward_operator_bandwidth": backward.operator_bandwidth,
+        "graph_operator_seconds": backward.graph_operator_seconds,
+        "checkpoint_block_seconds": checkpointing[0],
+        "checkpoint_operator_seconds": checkpointing[1],
         "memory_bandwidth": memory / STREAM,
     }
     if device.type == "cuda":
@@ -80,10 +87,14 @@ def calibrate(
     return dataclasses.replace(spec, **measured, source=f"{spec.source.removesuffix('; calibrated')}; calibrated")
 
 
+Measured = tuple[Rates, Rates, tuple[float, float]]
+"""of forward and backward; what checkpointing costs beside recomputation, per block and per operator"""
+
+
 def measure_hidden(
     modules: Sequence[nn.Module], inputs: Inputs, *, dtype: Literal["float32", "bfloat16"], batch: int = 4
-) -> tuple[Rates, Rates]:
-    """Of a GPU, forward and backward: what grows with the samples is compute, what does not is issuing operators.
+) -> Measured:
+    """Of a GPU: what grows with the samples is compute, what does not is issuing operators.
 
     Where one sample already keeps the device busy, issuing hides and counts as nothing. The first module is measured.
     """
@@ -95,31 +106,39 @@ def measure_hidden(
         per_sample = more[0] / batch
     operator = max(0.0, first - per_sample) / trace.forward_operators
     backward = max(more[1] - operator * trace.backward_operators, 0.1 * more[1])
-    return Rates(trace.forward_flops / per_sample, operator), Rates(batch * trace.backward_flops / backward, operator)
+    forward_rates = Rates(trace.forward_flops / per_sample, operator)
+    return forward_rates, Rates(batch * trace.backward_flops / backward, operator), (0.0, 0.0)
 
 
-def measure_added(
-    modules: Sequence[nn.Module], inputs: Inputs, *, dtype: Literal["float32", "bfloat16"]
-) -> tuple[Rates, Rates]:
-    """Of a CPU, forward and backward: seconds = operators x issue + FLOPs / rate + bytes / bandwidth.
+def measure_added(modules: Sequence[nn.Module], inputs: Inputs, *, dtype: Literal["float32", "bfloat16"]) -> Measured:
+    """Of a CPU: seconds = operators x issue + FLOPs / rate + bytes / bandwidth, and nothing hides behind anything.
 
-    Least squares of the relative errors over BATCHES and all `modules`; nothing hides behind anything.
+    Least squares of the relative errors over BATCHES and all `modules`. The graph counts to the backward.
     """
     terms: tuple[list[list[float]], list[list[float]]] = ([], [])
     seconds: tuple[list[float], list[float]] = ([], [])
+    hooks: list[tuple[list[float], float]] = []
     for module in modules:
         trace = trace_module(module, inputs(1), dtype=dtype)
         for batch in BATCHES:
-            for index, spent in enumerate(seconds_of_passes(module, inputs(batch))):
-                flops = (trace.forward_flops, trace.backward_flops)[index]
-                operators = (trace.forward_operators, trace.backward_operators)[index]
-                fixed, of_samples = (trace.forward_traffic, trace.backward_traffic)[index]
-                terms[index].append([operators, batch * flops, fixed + batch * of_samples])
-                seconds[index].append(spent)
-    fits = [fit(*one) for one in zip(terms, seconds, strict=True)]
-    # a term that measures as nothing is left out, as a rate so high that it does not show
-    forward, backward = (Rates(1 / max(flop, 1e-15), operator, 1 / max(byte, 1e-15)) for operator, flop, byte in fits)
-    return forward, backward
+            alone, more = seconds_of_passes(module, inputs(batch))
+            traffic = [fixed + batch * each for fixed, each in (trace.forward_traffic, trace.backward_traffic)]
+            operators = [float(trace.forward_operators), float(trace.backward_operators)]
+            terms[0].append([operators[0], batch * trace.forward_flops, traffic[0]])
+            terms[1].append([operators[1], batch * trace.backward_flops, traffic[1], operators[0]])
+            seconds[0].append(alone)
+            seconds[1].append(more)
+            extra = seconds_of_checkpointing(module, inputs(batch)) - alone - more - alone
+            hooks.append(([len(trace.blocks), operators[0]], extra))
+    forward, backward = (fit(*one) for one in zip(terms, seconds, strict=True))
+    told = [one for one in hooks if one[1] > 0]  # else smaller than what clocks can tell
+    per_block, per_operator = fit(*zip(*told, strict=True)) if told else (0.0, 0.0)
+    # a term that measures as nothing is a rate so high that it does not show
+    return (
+        Rates(1 / max(forward[1], 1e-15), forward[0], 1 / max(forward[2], 1e-15)),
+        Rates(1 / max(backward[1], 1e-15), backward[0], 1 / max(backward[2], 1e-15), backward[3]),
+        (per_block, per_operator),
+    )
 
 
 def fit(terms: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
@@ -146,15 +165,30 @@ def seconds_of_passes(module: nn.Module, arguments: Mapping[str, Tensor]) -> tup
         with torch.no_grad():
             module(**arguments)
 
-    def both() -> None:
-        result = module(**arguments)
-        prediction = result if isinstance(result, Tensor) else result[0]
-        prediction.float().pow(2).mean().backward()
-        for parameter in module.parameters():
-            parameter.grad = None
-
     alone = seconds_of(forward, device)
-    return alone, seconds_of(both, device) - alone
+    return alone, seconds_of(lambda: forward_and_backward(module, arguments), device) - alone
+
+
+def seconds_of_checkpointing(module: nn.Module, arguments: Mapping[str, Tensor]) -> float:
+    """Of a forward and backward with every block checkpointed."""
+    device, blocks = next(module.parameters()).device, [block for _, block in shardable_blocks(module)]
+    plain = [block.forward for block in blocks]
+    for block, forward in zip(blocks, plain, strict=True):
+        block.forward = partial(checkpoint, forward, use_reentrant=False)
+    try:
+        return seconds_of(lambda: forward_and_backward(module, arguments), device)
+    finally:
+        for block, forward in zip(blocks, plain, strict=True):
+            block.forward = forward
+
+
+def forward_and_backward(module: nn.Module, arguments: Mapping[str, Tensor]) -> None:
+    """With the gradients dropped afterwards."""
+    result = module(**arguments)
+    prediction = result if isinstance(result, Tensor) else result[0]
+    prediction.float().pow(2).mean().backward()
+    for parameter in module.parameters():
+        parameter.grad = None
 
 
 def measure_copy(device: torch.device) -> float:

@@ -36,9 +36,13 @@ class Costs:
     def backward(self, samples: int) -> float:
         """Of one backward: recomputation, waiting for parameters, and the gradients' way into a buffer or reduction."""
         k = self.trace.checkpointed(self.candidate.checkpointing)
-        whole, again = self._backward_seconds(samples), self._forward_seconds(samples, again=True)
+        whole, again = self._backward_seconds(samples), self._forward_seconds(samples)
+        per_block = self.hardware.checkpoint_block_seconds
+        again += self.trace.forward_operators * self.hardware.checkpoint_operator_seconds
         # the root is never checkpointed
-        computes = [part * (whole + again * (0 < index <= k)) for index, part in enumerate(self._parts)]
+        computes = [
+            part * whole + (part * again + per_block) * (0 < index <= k) for index, part in enumerate(self._parts)
+        ]
         by_block = self.by_block and self.reduces_every_backward and self._shards > 1  # and without a flat buffer
         hides = by_block and self.hardware.overlaps_reduce
         passed = self._pass(computes, self.reduction() if hides else 0.0)
@@ -129,19 +133,18 @@ class Costs:
         """Of `flops` operations."""
         return flops / self.hardware.rate(self.workload.precision, backward=backward)
 
-    def _forward_seconds(self, samples: int, *, again: bool = False) -> float:
-        """`again`: in a checkpointed block, where everything that is saved passes through torch's Python hooks."""
+    def _forward_seconds(self, samples: int) -> float:
         trace, hardware = self.trace, self.hardware
         traffic = _over(trace.forward_traffic, samples, hardware.operator_bandwidth)
         issue = (trace.forward_operators + self._captured(samples)) * hardware.operator_seconds
-        issue += again * trace.forward_operators * hardware.backward_operator_seconds
         return self._busy(self.compute(samples * trace.forward_flops) + traffic, issue)
 
     def _backward_seconds(self, samples: int) -> float:
-        """Without recomputation."""
+        """Without recomputation; with the graph that the forward before it builds."""
         trace, hardware = self.trace, self.hardware
         traffic = _over(trace.backward_traffic, samples, hardware.backward_operator_bandwidth)
         issue = (trace.backward_operators + self._captured(samples)) * hardware.backward_operator_seconds
+        issue += trace.forward_operators * hardware.graph_operator_seconds
         return self._busy(self.compute(samples * trace.backward_flops, backward=True) + traffic, issue)
 
     def _captured(self, samples: int) -> int:
@@ -171,6 +174,8 @@ class Costs:
             # what was gathered is split into parameters by copying, in the stream that computes
             copies = [self.memory(2 * size * self._precision) for size in sizes]
             computes = [compute + copy for compute, copy in zip(computes, copies, strict=True)]
+        if self.hardware.is_cpu:  # the threads that send and receive compete with those that compute
+            return sum(links) + sum(computes)
         return links[0] + sum(map(max, computes, [*links[1:], 0.0]))
 
     @property

@@ -88,11 +88,14 @@ def _phases(
     before = always | {"gradient_buffers": int(copies.backward * buffer) * exists, "activations": stored + retained}
     in_pass = {"gathered_parameters": resident or _gathered_in_turn(workload, trace, hardware)}
     one_step = _one_step(candidate, workload, trace)
+    flat = _largest_group(trace) * BYTES[workload.precision]
     return {
+        "gathering": always | {"temporaries": flat * (resident > 0 and workload.backend in ("fsdp2", "hsdp"))},
         "encoding, decoding or reward": before | {"temporaries": _of_other_models(candidate, workload)},
         "rollout": before | in_pass | {"activations": batch * trace.rollout_bytes + retained + stored},
-        "backward": in_pass
-        | {
+        "backward": {
+            "gathered_parameters": resident
+            or _gathered_in_turn(workload, trace, hardware, at_end=not _k(candidate, trace)),
             "gradients": gradient * accumulates,
             "gradient_buffers": int(copies.backward * buffer),
             "activations": one_step + waiting + stored,
@@ -185,12 +188,16 @@ def _resident(candidate: Candidate, workload: Workload, trace: PolicyTrace, hard
     return 0
 
 
-def _gathered_in_turn(workload: Workload, trace: PolicyTrace, hardware: HardwareSpec) -> int:
-    """The root, which FSDP2 keeps after its forward, and the largest pair of current and prefetched block."""
+def _gathered_in_turn(workload: Workload, trace: PolicyTrace, hardware: HardwareSpec, *, at_end: bool = False) -> int:
+    """The root, which FSDP2 keeps after its forward, and the largest pair of current and prefetched block.
+
+    `at_end`: the last pair; a backward without checkpointing needs most before it has freed anything.
+    """
     if shard_ranks(workload, hardware) == 1:
         return 0
     sizes = [block.parameters for block in trace.blocks]
     pair = max((first + second for first, second in zip(sizes, [*sizes[1:], 0], strict=True)), default=0)
+    pair = sum(sizes[-2:]) if at_end else pair
     return (trace.root_parameters + pair) * BYTES[trace.dtype]
 
 

@@ -207,6 +207,12 @@ class HardwareSpec:
     operator_bandwidth: float | None = None
     """bytes per second at which operators read and write what they work on; None: the efficiencies contain it"""
     backward_operator_bandwidth: float | None = None
+    graph_operator_seconds: float = 0.0
+    """that an operator of a forward costs its backward: its part of the graph is built, and freed"""
+    checkpoint_block_seconds: float = 0.0
+    """per checkpointed block, beside running it again"""
+    checkpoint_operator_seconds: float = 0.0
+    """per operator in such blocks: what is saved passes through torch's Python hooks"""
     asynchronous: bool
     """whether operators are issued while others compute, as on a GPU; else the two add up"""
     memory_bandwidth: float

@@ -10,7 +10,16 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 from leangrpo.planners import calibrate as calibration
-from leangrpo.planners.calibrate import calibrate, fit, measure_added, measure_copy, measure_hidden, store
+from leangrpo.planners.calibrate import (
+    REPEATS,
+    calibrate,
+    fit,
+    measure_added,
+    measure_copy,
+    measure_hidden,
+    seconds_of_checkpointing,
+    store,
+)
 from leangrpo.planners.costs import STREAM
 from leangrpo.planners.hardware import detect_hardware
 from leangrpo.planners.trace import trace_module
@@ -36,31 +45,65 @@ def test_rates_of_a_gpu_are_found_again(monkeypatch: pytest.MonkeyPatch) -> None
         return issue + batch * forward, both + batch * backward
 
     monkeypatch.setattr(calibration, "seconds_of_passes", seconds)
-    found = measure_hidden([policy()], inputs, dtype="float32")
+    *found, checkpointing = measure_hidden([policy()], inputs, dtype="float32")
     assert [rates.operator_seconds for rates in found] == pytest.approx([1e-3, 1e-3])
     assert [rates.flops for rates in found] == pytest.approx([1e6, 0.5e6])
     assert [rates.operator_bandwidth for rates in found] == [None, None]
+    assert checkpointing == (0.0, 0.0)
+
+
+class Blocks(nn.Module):
+    """Two blocks, each with as many activations in it."""
+
+    def __init__(self, width: int, activations: int):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, width), *(nn.GELU() for _ in range(activations)), nn.Linear(width, 64))
+            for _ in range(2)
+        )
+
+    def forward(self, input: Tensor) -> Tensor:
+        for layer in self.layers:
+            input = layer(input)
+        return input
 
 
 def test_rates_of_a_cpu_are_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And 5 us per byte, 3 us in a backward; told apart by two policies of unlike proportions."""
-    modules = [policy(), nn.Sequential(nn.Linear(64, 512), *(nn.GELU() for _ in range(20)), nn.Linear(512, 64))]
+    """And 5 us per byte, 3 in a backward, 4 ms of graph; 70 ms per checkpointed block and 6 ms per operator in it."""
+    modules = [Blocks(64, 1), Blocks(512, 20), Blocks(8, 5)]
     traces = {id(module): trace_module(module, inputs(1), dtype="float32") for module in modules}
 
     def seconds(module: nn.Module, arguments: dict[str, Tensor]) -> tuple[float, float]:
         trace, batch = traces[id(module)], len(arguments["input"])
         forward = trace.forward_traffic[0] + batch * trace.forward_traffic[1]
         backward = trace.backward_traffic[0] + batch * trace.backward_traffic[1]
+        graph = 4e-3 * trace.forward_operators
         return (
             1e-3 * trace.forward_operators + 1e-6 * batch * trace.forward_flops + 5e-6 * forward,
-            1e-3 * trace.backward_operators + 2e-6 * batch * trace.backward_flops + 3e-6 * backward,
+            1e-3 * trace.backward_operators + 2e-6 * batch * trace.backward_flops + 3e-6 * backward + graph,
         )
 
+    def checkpointed(module: nn.Module, arguments: dict[str, Tensor]) -> float:
+        alone, more = seconds(module, arguments)
+        return 2 * alone + more + 2 * 70e-3 + 6e-3 * traces[id(module)].forward_operators
+
     monkeypatch.setattr(calibration, "seconds_of_passes", seconds)
-    found = measure_added(modules, inputs, dtype="float32")
+    monkeypatch.setattr(calibration, "seconds_of_checkpointing", checkpointed)
+    *found, checkpointing = measure_added(modules, inputs, dtype="float32")
     assert [rates.operator_seconds for rates in found] == pytest.approx([1e-3, 1e-3])
     assert [rates.flops for rates in found] == pytest.approx([1e6, 0.5e6])
     assert [rates.operator_bandwidth for rates in found] == pytest.approx([1 / 5e-6, 1 / 3e-6])
+    assert [rates.graph_operator_seconds for rates in found] == pytest.approx([0.0, 4e-3])
+    assert checkpointing == pytest.approx((70e-3, 6e-3))
+
+
+def test_checkpointed_blocks_run_again_and_are_left_as_they_were() -> None:
+    module, calls = Blocks(64, 1), []
+    before = [layer.forward for layer in module.layers]
+    module.layers[0][0].register_forward_hook(lambda *_: calls.append(1))
+    seconds_of_checkpointing(module, inputs(2))
+    assert len(calls) == 2 * (REPEATS + 1)
+    assert [layer.forward for layer in module.layers] == before
 
 
 def test_what_would_cost_less_than_nothing_costs_nothing() -> None:

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from leangrpo.configs.loader import load_config
+from leangrpo.configs.schema import LoraConfig
 from leangrpo.engine.distributed import World
 from leangrpo.engine.policies.base import DTYPES
+from leangrpo.engine.policies.digits import add_lora
 from leangrpo.planners.calibrate import calibrate, store
 from leangrpo.planners.hardware import MEASURED, detect_hardware
 from leangrpo.planners.model_trace import find_model
@@ -33,6 +35,9 @@ UNITS = {
     "backward_operator_seconds": (1e-6, "us in a backward"),
     "operator_bandwidth": (1e9, "GB/s of operators, forward"),
     "backward_operator_bandwidth": (1e9, "GB/s of operators, backward"),
+    "graph_operator_seconds": (1e-6, "us of graph per operator of a forward"),
+    "checkpoint_block_seconds": (1e-6, "us per checkpointed block"),
+    "checkpoint_operator_seconds": (1e-6, "us per operator in one"),
     "memory_bandwidth": (1e9, "GB/s of memory"),
     "host_bandwidth": (1e9, "GB/s between host and device"),
     "host_memory_bandwidth": (1e9, "GB/s of host memory"),
@@ -79,7 +84,13 @@ def _measure(
     sizes = (
         [{"num_attention_heads": n, "caption_projection_dim": 16 * n} for n in WIDTHS] if model == "digits" else [{}]
     )
-    modules = [nn.Module.to(build_blocks(family, {**family.config, **size}), device, kind) for size in sizes]
+    modules = []
+    for size in sizes:
+        for adapters in (False, True)[: 1 + (device == "cpu")]:  # operators of unlike sizes
+            module = build_blocks(family, {**family.config, **size})
+            if adapters:
+                add_lora(module, LoraConfig(), seed=0)
+            modules.append(nn.Module.to(module, device, kind))
 
     def inputs(batch: int) -> Mapping[str, Tensor]:
         shapes = input_shapes(family, family.height, family.width, family.frames, batch)
@@ -91,12 +102,12 @@ def _measure(
     return dataclasses.asdict(calibrate(spec, modules, inputs, dtype=dtype))
 
 
-def build_blocks(family: ModelSpec, config: Mapping[str, Any]) -> nn.Module:
+def build_blocks(family: ModelSpec, config: Mapping[str, Any]) -> Any:
     """The model with two blocks of every kind, or whole where it has no such count."""
     import diffusers
 
     shallow = {name: 2 for name in LAYERS if name in config}
-    module: nn.Module = getattr(diffusers, family.class_name)(**{**config, **shallow})
+    module = getattr(diffusers, family.class_name)(**{**config, **shallow})
     return module.train()
 
 

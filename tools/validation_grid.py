@@ -181,11 +181,13 @@ def _one_rank() -> Iterator[Case]:
 
 def _two_ranks() -> Iterator[Case]:
     for budget in (None, 0.75):
-        text = f" {budget}" if budget else ""
+        text = f" {budget:.2f}" if budget else ""
         yield Case(name=f"2x replicated{text}", ranks=2, width=128, prompts=2, budget=budget)
         yield Case(name=f"2x fsdp2 lora{text}", ranks=2, width=256, backend="fsdp2", budget=budget)
+    for budget in (None, 0.85):
+        text = f" {budget:.2f}" if budget else ""
         yield Case(name=f"2x fsdp2 full{text}", ranks=2, width=256, weights="full", backend="fsdp2", budget=budget)
-    yield Case(name="2x fsdp2 full 0.8", ranks=2, width=128, weights="full", prompts=2, backend="fsdp2", budget=0.8)
+    yield Case(name="2x fsdp2 full 128", ranks=2, width=128, weights="full", prompts=2, backend="fsdp2", budget=0.8)
     yield Case(name="2x replicated full", ranks=2, width=128, weights="full", group_size=4)
 
 
