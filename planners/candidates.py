@@ -132,6 +132,8 @@ def refusal(candidate: Candidate, workload: Workload, trace: PolicyTrace, hardwa
         return one.reason
     if candidate.schedule == "reweight" and candidate.samples_per_forward > 1 and not trace.separable:
         return "a batched backward keeps samples apart in Linear and Conv2d layers only; others are trained too"
+    if candidate.buffer_device == "host" and hardware.is_cpu:
+        return "on a CPU the host's memory is the device's: nothing would be saved"
     return _rounding_refusal(candidate, workload, hardware.ranks)
 
 

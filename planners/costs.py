@@ -2,15 +2,17 @@
 
 Compute is FLOPs over a sustained rate, plus the traffic of gradient buffers over memory bandwidth. All-gathers are
 prefetched by one block, as FSDP2 does it: while block i computes, block i + 1 is gathered, so that a pass takes the
-slower of the two at every block. Whether reduce-scatters hide behind compute is a property of the machine.
+slower of the two at every block. Whether reduce-scatters hide behind compute is a property of the machine, and of who
+reduces: this engine does it when a backward is over.
 """
 
 from dataclasses import dataclass
 
-from leangrpo.planners.memory import local_trainable
+from leangrpo.planners.memory import WHOLE, local_trainable, shard_ranks
 from leangrpo.planners.types import BYTES, Candidate, HardwareSpec, Layout, PolicyTrace, Workload
 
 STREAM = 0.9  # part of the data-sheet memory bandwidth that streaming kernels sustain
+STEP_OPERATORS = 30  # around the policy in every step: noise, the sampler's Gaussian, log-probability (engine/policies)
 ADAMW_TRAFFIC = 28.0  # bytes per parameter: gradient read; weight and two moments read and written, float32
 
 
@@ -22,29 +24,30 @@ class Costs:
     workload: Workload
     trace: PolicyTrace
     hardware: HardwareSpec
+    by_block: bool = False
+    """under sync=every_backward: reduced as FSDP2 itself does it, block by block while the backward goes on"""
 
     def forward(self, samples: int) -> float:
         """Of one forward, with what it waits for parameters."""
-        seconds = self._forward_operators_per_flop * self.hardware.operator_seconds
-        computes = [self._busy(self.compute(samples * flops), flops * seconds) for flops in self._group_flops]
-        return self._pass(computes, 0.0)
+        whole = self._forward_seconds(samples)
+        outside = STEP_OPERATORS * self.hardware.operator_seconds * (not self.hardware.asynchronous)
+        return outside + self._pass([whole * part for part in self._parts], 0.0)
 
     def backward(self, samples: int) -> float:
         """Of one backward: recomputation, waiting for parameters, and the gradients' way into a buffer or reduction."""
-        trace, k = self.trace, self.trace.checkpointed(self.candidate.checkpointing)
-        ratio = trace.backward_flops / trace.forward_flops
-        again = self._forward_operators_per_flop * self.hardware.operator_seconds
-        issue = again * trace.backward_operators / trace.forward_operators
-        computes = []
-        for index, flops in enumerate(self._group_flops):
-            once_more = 0 < index <= k  # the root is never checkpointed
-            compute = self.compute(samples * flops * ratio, backward=True) + once_more * self.compute(samples * flops)
-            computes.append(self._busy(compute, flops * (issue + once_more * again)))
-        hides = self.reduces_every_backward and self.hardware.overlaps_reduce
+        k = self.trace.checkpointed(self.candidate.checkpointing)
+        whole, again = self._backward_seconds(samples), self._forward_seconds(samples)
+        per_block = self.hardware.checkpoint_block_seconds
+        again += self.trace.forward_operators * self.hardware.checkpoint_operator_seconds
+        # the root is never checkpointed
+        computes = [
+            part * whole + (part * again + per_block) * (0 < index <= k) for index, part in enumerate(self._parts)
+        ]
+        by_block = self.by_block and self.reduces_every_backward and self._shards > 1  # and without a flat buffer
+        hides = by_block and self.hardware.overlaps_reduce
         passed = self._pass(computes, self.reduction() if hides else 0.0)
-        if self.reduces_every_backward:
-            return passed + (0.0 if hides else self.reduction())
-        return passed + self.accumulate(samples)
+        passed += 0.0 if by_block else self.accumulate(samples)
+        return passed + (self.reduction() if self.reduces_every_backward and not hides else 0.0)
 
     @property
     def reduces_every_backward(self) -> bool:
@@ -53,29 +56,46 @@ class Costs:
 
     def gather_once(self) -> float:
         """Of gathering, after an optimizer step, everything that then stays resident."""
-        if self._gathers_in_turn or self.hardware.ranks == 1:
+        if self._gathers_in_turn or self._shards == 1:
             return 0.0
-        size = self.trace.trainable if self._whole_by_backend else self.trace.parameters
-        return self._collectives(size * self._precision, self.hardware.all_gather_bandwidth)
+        size = self.trace.trainable if self.workload.backend in WHOLE else self.trace.parameters
+        return self._groups_latency + self._gather_seconds(size * self._precision)
 
     def reduction(self) -> float:
         """Of one reduction of all trainable gradients: packing, the collectives, adding the shard to the gradient."""
-        if self.hardware.ranks == 1:
+        hardware, size, local = self.hardware, self.trace.trainable * self._buffer, self._local_trainable
+        if hardware.ranks == 1:
             return 0.0
-        size = self.trace.trainable * self._buffer
-        packing = self.memory(2 * size + 3 * 4 * local_trainable(self.trace, self.hardware))
-        times = 2 if self._whole_by_backend else 1  # ZeRO 1 and 2 execute an all-reduce
-        seconds = packing + times * self._collectives(size, self.hardware.reduce_scatter_bandwidth)
-        return seconds + (size / self.hardware.host_bandwidth if self._on_host else 0.0)
+        fetched = size / hardware.host_bandwidth if self._on_host else 0.0
+        if self.workload.backend == "replicated":  # the flat buffer as it is
+            return fetched + hardware.collective_latency + self._all_reduce_seconds(size, hardware.ranks)
+        packing = self.memory(2 * size + 3 * 4 * local)
+        times = 2 if self.workload.backend in WHOLE else 1  # ZeRO 1 and 2 execute an all-reduce
+        inside = self._bandwidth(hardware.reduce_scatter_bandwidth, self._shards)
+        seconds = packing + times * (self._groups_latency + size * _ring(self._shards) / inside)
+        if self.workload.backend == "hsdp":
+            copies = hardware.ranks // self._shards
+            seconds += self._groups_latency + self._all_reduce_seconds(size / self._shards, copies)
+        return fetched + seconds
 
     def accumulate(self, samples: int) -> float:
-        """Of adding one backward's gradients to local buffers; one by one where samples are kept apart."""
+        """Of adding one backward's gradients to local buffers.
+
+        Where samples are kept apart, matrix products add to the rows of all samples themselves; else one hook per
+        tensor adds what autograd made.
+        """
         rows = samples if self.candidate.schedule == "reweight" else 1
-        gradient, buffer = self.trace.trainable * self._precision, self.trace.trainable * self._buffer
-        if not self._on_host:
-            return self.memory(rows * (gradient + 2 * buffer))
-        moved, added = gradient / self.hardware.host_bandwidth, gradient + 2 * buffer
-        return rows * (moved + added / self.hardware.host_memory_bandwidth)
+        buffer = 2 * self.trace.trainable * self._buffer  # read and written
+        gradient = self.trace.trainable * self._precision
+        if self._on_host:
+            moved = gradient / self.hardware.host_bandwidth
+            return rows * (moved + (gradient + buffer) / self.hardware.host_memory_bandwidth)
+        if rows == 1:
+            issued = self.trace.trainable_tensors * self.hardware.backward_operator_seconds
+            return self.memory(gradient + buffer) + issued * self.hardware.is_cpu
+        if self.hardware.is_cpu:
+            return _over((rows * buffer, 0), 0, self.hardware.backward_operator_bandwidth)
+        return self.memory(rows * buffer)
 
     def correction(self) -> float:
         """Of weighting the buffers of one group; under streaming_sharded with the reductions in it."""
@@ -94,7 +114,7 @@ class Costs:
 
     def optimizer(self) -> float:
         """Of one step on this rank's shard."""
-        return self.memory(ADAMW_TRAFFIC * local_trainable(self.trace, self.hardware))
+        return self.memory(ADAMW_TRAFFIC * self._local_trainable)
 
     def other_models(self, per: str, uses: int) -> float:
         """Of `uses` uses of the frozen models per "prompt" or "sample"; those on the host are fetched once for all."""
@@ -113,15 +133,29 @@ class Costs:
         """Of `flops` operations."""
         return flops / self.hardware.rate(self.workload.precision, backward=backward)
 
-    @property
-    def _group_flops(self) -> list[float]:
-        """Of a forward of one sample: the root's, and every block's."""
-        blocks = [block.forward_flops for block in self.trace.blocks]
-        return [self.trace.forward_flops - sum(blocks), *blocks]
+    def _forward_seconds(self, samples: int) -> float:
+        trace, hardware = self.trace, self.hardware
+        traffic = _over(trace.forward_traffic, samples, hardware.operator_bandwidth)
+        issue = (trace.forward_operators + self._captured(samples)) * hardware.operator_seconds
+        return self._busy(self.compute(samples * trace.forward_flops) + traffic, issue)
+
+    def _backward_seconds(self, samples: int) -> float:
+        """Without recomputation; with the graph that the forward before it builds."""
+        trace, hardware = self.trace, self.hardware
+        traffic = _over(trace.backward_traffic, samples, hardware.backward_operator_bandwidth)
+        issue = (trace.backward_operators + self._captured(samples)) * hardware.backward_operator_seconds
+        issue += trace.forward_operators * hardware.graph_operator_seconds
+        return self._busy(self.compute(samples * trace.backward_flops, backward=True) + traffic, issue)
+
+    def _captured(self, samples: int) -> int:
+        """Tensors whose layers are Python functions of autograd, to keep samples apart (engine/per_sample.py)."""
+        return self.trace.trainable_tensors * (self.candidate.schedule == "reweight" and samples > 1)
 
     @property
-    def _forward_operators_per_flop(self) -> float:
-        return self.trace.forward_operators / self.trace.forward_flops
+    def _parts(self) -> list[float]:
+        """Of a pass, by FLOPs: the root's, and every block's."""
+        blocks = [block.forward_flops / self.trace.forward_flops for block in self.trace.blocks]
+        return [1 - sum(blocks), *blocks]
 
     def _busy(self, compute: float, issue: float) -> float:
         """Of computing, and of issuing the operators that do it."""
@@ -134,21 +168,27 @@ class Costs:
         trained = [trace.root_trainable, *(block.trainable for block in trace.blocks)]
         links = [reduced * size / (trace.trainable or 1) for size in trained]
         if self._gathers_in_turn:
-            rate = self._volume() / self._bandwidth(self.hardware.all_gather_bandwidth)
-            gathers = [self.hardware.collective_latency + size * self._precision * rate for size in sizes]
+            latency = self.hardware.collective_latency
+            gathers = [latency + self._gather_seconds(size * self._precision) for size in sizes]
             links = [link + gather for link, gather in zip(links, gathers, strict=True)]
             # what was gathered is split into parameters by copying, in the stream that computes
             copies = [self.memory(2 * size * self._precision) for size in sizes]
             computes = [compute + copy for compute, copy in zip(computes, copies, strict=True)]
+        if self.hardware.is_cpu:  # the threads that send and receive compete with those that compute
+            return sum(links) + sum(computes)
         return links[0] + sum(map(max, computes, [*links[1:], 0.0]))
 
     @property
-    def _whole_by_backend(self) -> bool:
-        return self.workload.backend in ("zero1", "zero2")
+    def _shards(self) -> int:
+        return shard_ranks(self.workload, self.hardware)
+
+    @property
+    def _local_trainable(self) -> int:
+        return local_trainable(self.workload, self.trace, self.hardware)
 
     @property
     def _gathers_in_turn(self) -> bool:
-        return self.hardware.ranks > 1 and self.candidate.residency == "resharded" and not self._whole_by_backend
+        return self._shards > 1 and self.candidate.residency == "resharded" and self.workload.backend not in WHOLE
 
     @property
     def _on_host(self) -> bool:
@@ -162,15 +202,29 @@ class Costs:
     def _buffer(self) -> int:
         return BYTES[self.candidate.buffer_dtype]
 
-    def _volume(self) -> float:
-        """Part of the bytes that a ring moves through every rank."""
-        return (self.hardware.ranks - 1) / self.hardware.ranks
+    @property
+    def _groups_latency(self) -> float:
+        """Of one collective per parameter group."""
+        return (len(self.trace.blocks) + 1) * self.hardware.collective_latency
 
-    def _bandwidth(self, inside: float) -> float:
-        """A ring over several nodes is as slow as the links between them."""
-        return inside if self.hardware.nodes == 1 else min(inside, self.hardware.node_bandwidth)
+    def _gather_seconds(self, size: float) -> float:
+        return size * _ring(self._shards) / self._bandwidth(self.hardware.all_gather_bandwidth, self._shards)
 
-    def _collectives(self, size: float, bandwidth: float) -> float:
-        """Of one collective per parameter group, `size` bytes in all."""
-        latency = (len(self.trace.blocks) + 1) * self.hardware.collective_latency
-        return latency + size * self._volume() / self._bandwidth(bandwidth)
+    def _all_reduce_seconds(self, size: float, ranks: int) -> float:
+        """A reduce-scatter and an all-gather of `size` bytes; those of hsdp's copies cross nodes if there are any."""
+        rates = (self.hardware.reduce_scatter_bandwidth, self.hardware.all_gather_bandwidth)
+        return sum(size * _ring(ranks) / self._bandwidth(rate, self.hardware.ranks) for rate in rates)
+
+    def _bandwidth(self, inside: float, ranks: int) -> float:
+        """A ring of `ranks` that spans several nodes is as slow as the links between them."""
+        return inside if ranks <= self.hardware.ranks_per_node else min(inside, self.hardware.node_bandwidth)
+
+
+def _over(traffic: tuple[int, int], samples: int, bandwidth: float | None) -> float:
+    fixed, of_samples = traffic
+    return 0.0 if bandwidth is None else (fixed + samples * of_samples) / bandwidth
+
+
+def _ring(ranks: int) -> float:
+    """Part of the bytes that a ring moves through every rank."""
+    return (ranks - 1) / ranks

@@ -25,11 +25,18 @@ MEASURED = (
     "efficiency",
     "backward_efficiency",
     "operator_seconds",
+    "backward_operator_seconds",
+    "operator_bandwidth",
+    "backward_operator_bandwidth",
+    "graph_operator_seconds",
+    "checkpoint_block_seconds",
+    "checkpoint_operator_seconds",
     "memory_bandwidth",
     "host_bandwidth",
     "host_memory_bandwidth",
     "all_gather_bandwidth",
     "reduce_scatter_bandwidth",
+    "collective_latency",
 )  # what a calibration replaces
 PCIE, NVLINK = False, True
 
@@ -57,6 +64,7 @@ def _gpu(
         efficiency=efficiency,
         backward_efficiency=efficiency,
         operator_seconds=5e-6,
+        backward_operator_seconds=5e-6,
         asynchronous=True,
         memory_bandwidth=memory_bandwidth * 1e9,
         all_gather_bandwidth=collective_bandwidth * 1e9,
@@ -174,7 +182,13 @@ PRESETS: dict[str, HardwareSpec] = {
             float32_flops=60e9,
             efficiency=0.7,
             backward_efficiency=0.7,
-            operator_seconds=8e-6,
+            operator_seconds=7e-6,
+            backward_operator_seconds=5e-6,
+            operator_bandwidth=20e9,
+            backward_operator_bandwidth=10e9,
+            graph_operator_seconds=3e-6,
+            checkpoint_block_seconds=5e-4,
+            checkpoint_operator_seconds=4e-6,
             asynchronous=False,
             memory_bandwidth=8e9,
             all_gather_bandwidth=1e9,
@@ -245,7 +259,9 @@ def detect_hardware(ranks: int = 1) -> HardwareSpec:
     if not path.is_file():
         return spec
     measured = json.loads(path.read_text(encoding="utf-8"))
-    return dataclasses.replace(spec, **{name: measured[name] for name in MEASURED}, source=f"{spec.source}; calibrated")
+    if set(measured) != set(MEASURED):  # of another version: measured again, or the preset
+        return spec
+    return dataclasses.replace(spec, **measured, source=f"{spec.source}; calibrated")
 
 
 def _detect(ranks: int) -> HardwareSpec:

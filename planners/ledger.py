@@ -18,8 +18,14 @@ class Ledger(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.flops = 0
         self.operators = 0
+        self.traffic = [0, 0]
+        """bytes that operators read and write: of tensors that do not depend on the samples, and of those that do"""
         self.live = 0
         self.peak = 0
+        self.new_peak = 0
+        """most bytes of what was made since `restart_peak`, whatever older is freed meanwhile"""
+        self._new = 0
+        self._restarts = 0
         self.uncounted_shapes: set[tuple[int, ...]] = set()
         """results of these shapes are no activations: gradients of weights, during a backward"""
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -43,8 +49,10 @@ class Ledger(TorchDispatchMode):
         return storage in self._of_samples
 
     def restart_peak(self) -> int:
-        """Forget the peak so far; returns the bytes that are live now."""
+        """Forget the peaks so far; returns the bytes that are live now."""
         self.peak = self.live
+        self._new = self.new_peak = 0
+        self._restarts += 1
         return self.live
 
     def __torch_dispatch__(
@@ -52,14 +60,20 @@ class Ledger(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         result = operator(*args, **kwargs)
-        self.operators += operator.namespace != "prim" and not operator.is_view  # prim: questions to a fake tensor
+        works = operator.namespace != "prim" and not operator.is_view  # prim: questions to a fake tensor
+        self.operators += works
         self.flops += count_flops(operator, args, kwargs, result)
-        marked = any(t.untyped_storage() in self._of_samples for t in _tensors((*args, *kwargs.values())))
+        inputs = list(_tensors((*args, *kwargs.values())))
+        marked = any(t.untyped_storage() in self._of_samples for t in inputs)
+        for tensor in inputs if works else ():
+            self.traffic[tensor.untyped_storage() in self._of_samples] += tensor.numel() * tensor.element_size()
         for tensor in _tensors(result if isinstance(result, tuple | list) else (result,)):
             storage = tensor.untyped_storage()
+            is_weight = tuple(tensor.shape) in self.uncounted_shapes
+            self.traffic[marked and not is_weight] += works * tensor.numel() * tensor.element_size()
             if marked:
                 self._of_samples.add(storage)
-            if tuple(tensor.shape) in self.uncounted_shapes:
+            if is_weight:
                 self._known.add(storage)
             elif storage not in self._known and storage not in self._alive:
                 self._count(storage)
@@ -69,11 +83,13 @@ class Ledger(TorchDispatchMode):
         size = storage.nbytes()
         self._alive.add(storage)
         self.live += size
-        self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self._release, size)
+        self._new += size
+        self.peak, self.new_peak = max(self.peak, self.live), max(self.new_peak, self._new)
+        weakref.finalize(storage, self._release, size, self._restarts)
 
-    def _release(self, size: int) -> None:
+    def _release(self, size: int, restarts: int) -> None:
         self.live -= size
+        self._new -= size * (restarts == self._restarts)
 
 
 def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:

@@ -1,7 +1,7 @@
 """Device memory of one rank at its peak, per candidate: pure functions of workload, trace and hardware.
 
-An update passes through four phases (encoding, backward, reduction, optimizer step); what is held in each is added up
-and the largest is the peak. docs/planner.md lists the terms.
+An update passes through phases (encoding, decoding or reward; rollout; backward; correction; reduction; optimizer
+step); what is held in each is added up and the largest is the peak. docs/planner.md lists the terms.
 """
 
 import math
@@ -11,6 +11,8 @@ from leangrpo.planners.types import BYTES, Candidate, HardwareSpec, Layout, Memo
 
 MASTER = 4  # bytes of a float32 master weight, and of the gradient that the optimizer reads
 STATES = {"adamw": 8.0, "adamw_8bit": 2.0 + 8 / 256}  # two moments; in 8 bit with two float32 scales per 256 values
+WHOLE = ("replicated", "zero1", "zero2")  # backends under which the parameters that compute are never sharded
+IN_FLIGHT = 2  # parameter groups that the engine packs and reduces at once under FSDP2
 ZERO_BUCKET = 500_000_000  # elements; DeepSpeed's default reduce_bucket_size (zero/config.py), allocated in stages 1, 2
 
 COMPONENTS = (
@@ -33,26 +35,35 @@ class BufferCopies:
     """while graphs are alive"""
     correction: float
     """while advantages are applied"""
+    reduction: float
+    """while gradients are reduced"""
 
 
 def estimate_memory(
-    candidate: Candidate, workload: Workload, trace: PolicyTrace, hardware: HardwareSpec
+    candidate: Candidate, workload: Workload, trace: PolicyTrace, hardware: HardwareSpec, *, by_block: bool = False
 ) -> MemoryEstimate:
-    """The peak of one rank. Frees of the update before are assumed to be complete when the next begins."""
+    """The peak of one rank. Frees of the update before are assumed to be complete when the next begins.
+
+    `by_block`: as FSDP2 itself would do it under sync=every_backward, which reduces a block's gradients as soon as it
+    has them; this engine gathers them in a flat buffer first.
+    """
     models = workload.other_models
     static = {
         "parameters": _sharded_parameters(workload, trace, hardware),
-        "optimizer_states": int(local_trainable(trace, hardware) * STATES[workload.optimizer]),
+        "optimizer_states": int(local_trainable(workload, trace, hardware) * STATES[workload.optimizer]),
         "other_models": sum(model.bytes for model in models if model.place == "device")
         + _reference(workload, trace, hardware),
     }
     phases = _phases(candidate, workload, trace, hardware)
+    if by_block:
+        for name in ("backward", "correction", "reduction"):
+            phases[name]["gradient_buffers"] = 0
     phase = max(phases, key=lambda name: sum(phases[name].values()))
     held = dict.fromkeys(COMPONENTS, 0) | static | phases[phase]
     peak = sum(held.values())
     host = sum(model.bytes for model in models if model.place == "host")
     if candidate.buffer_device == "host":
-        copies = buffer_copies(candidate, workload, hardware.ranks).correction
+        copies = buffer_copies(candidate, workload, hardware).correction
         host += int(copies * trace.trainable * BYTES[candidate.buffer_dtype])
     margin = int(hardware.reserved_bytes + hardware.fragmentation * peak)
     return MemoryEstimate(**held, peak=peak, margin=margin, phase=phase, host=host)
@@ -62,77 +73,102 @@ def _phases(
     candidate: Candidate, workload: Workload, trace: PolicyTrace, hardware: HardwareSpec
 ) -> dict[str, dict[str, int]]:
     """What is held on the device in each part of an update, beside what always is."""
-    copies = buffer_copies(candidate, workload, hardware.ranks)
+    copies, layout = buffer_copies(candidate, workload, hardware), Layout.of(workload, hardware.ranks)
     buffer = trace.trainable * BYTES[candidate.buffer_dtype] * (candidate.buffer_device == "device")
-    gradient = MASTER * local_trainable(trace, hardware)
-    alone, accumulates = hardware.ranks == 1, _accumulates(candidate, workload, hardware)
+    gradient = MASTER * local_trainable(workload, trace, hardware)
     resident = _resident(candidate, workload, trace, hardware)
     stored = _stored_transitions(candidate, workload, trace, hardware)
-    fetched = max((model.bytes for model in workload.other_models if model.place == "host"), default=0)
+    retained = _retained(candidate, workload, trace, hardware)
+    waiting = retained - _graph(candidate, trace) * (retained > 0)  # while the backward of one of them runs
+    batch, whole = candidate.samples_per_forward, shard_ranks(workload, hardware) == 1
+    accumulates = _accumulates(candidate, workload, hardware)
+    always = {"gathered_parameters": resident, "activations": stored, "gradients": gradient * accumulates}
+    # Native and Retain make theirs in the first backward, and it is gone when it has been reduced
+    exists = candidate.schedule == "reweight" or (layout.rounds > 1 and candidate.sync == "every_update")
+    before = always | {"gradient_buffers": int(copies.backward * buffer) * exists, "activations": stored + retained}
+    in_pass = {"gathered_parameters": resident or _gathered_in_turn(workload, trace, hardware)}
+    one_step = _one_step(candidate, workload, trace)
+    flat = _largest_group(trace) * BYTES[workload.precision]
     return {
-        "encoding or decoding": {
-            "gathered_parameters": resident,
-            "gradient_buffers": int(copies.backward * buffer),
-            "gradients": gradient * accumulates,
-            "activations": stored,
-            "temporaries": fetched,
-        },
+        "gathering": always | {"temporaries": flat * (resident > 0 and workload.backend in ("fsdp2", "hsdp"))},
+        "encoding, decoding or reward": before | {"temporaries": _of_other_models(candidate, workload)},
+        "rollout": before | in_pass | {"activations": batch * trace.rollout_bytes + retained + stored},
         "backward": {
-            "gathered_parameters": resident or _gathered_in_turn(trace, hardware),
+            "gathered_parameters": resident
+            or _gathered_in_turn(workload, trace, hardware, at_end=not _k(candidate, trace)),
+            "gradients": gradient * accumulates,
             "gradient_buffers": int(copies.backward * buffer),
-            "gradients": gradient * (accumulates and not alone),
-            "activations": _activations(candidate, workload, trace, hardware) + stored,
+            "activations": one_step + waiting + stored,
             "temporaries": _backward_temporaries(candidate, workload, trace, hardware, resident),
         },
-        "correction and reduction": {
+        "correction": always | {"gradient_buffers": int(copies.correction * buffer)},
+        "reduction": {
             "gathered_parameters": resident,
-            "gradient_buffers": int(copies.correction * buffer),
-            "gradients": gradient * (not alone),
-            "activations": stored,
-            "temporaries": _largest_group(trace, trainable=True) * BYTES[candidate.buffer_dtype] * (buffer == 0),
+            "gradient_buffers": int(copies.reduction * buffer),
+            "gradients": gradient * (accumulates or (whole and candidate.buffer_dtype != "float32")),
+            "activations": stored + waiting * (candidate.sync == "every_backward"),
+            "temporaries": _reduction_temporaries(candidate, workload, trace, hardware),
         },
         "optimizer step": {
-            "gathered_parameters": resident if alone or workload.backend in ("zero1", "zero2") else 0,
-            "gradient_buffers": buffer * (alone and candidate.buffer_dtype != "float32"),  # else read as it is
+            "gathered_parameters": resident if whole or workload.backend in WHOLE else 0,
             "gradients": gradient,
             "activations": stored,
         },
     }
 
 
+def _of_other_models(candidate: Candidate, workload: Workload) -> int:
+    """What one of them needs while it works: its activations, and itself if it has to be fetched."""
+    batch = candidate.samples_per_forward
+    sizes = [model.bytes * (model.place == "host") + batch * model.working_bytes for model in workload.other_models]
+    return max(sizes, default=0)
+
+
 def _accumulates(candidate: Candidate, workload: Workload, hardware: HardwareSpec) -> bool:
     """Whether reduced gradients wait for more while backwards go on."""
     several = Layout.of(workload, hardware.ranks).rounds > 1
+    if candidate.schedule == "reweight" and candidate.buffers == "streaming_sharded":
+        return several and not workload.global_std
     return candidate.sync == "every_backward" or (candidate.sync == "every_group" and several)
 
 
-def buffer_copies(candidate: Candidate, workload: Workload, ranks: int) -> BufferCopies:
+def buffer_copies(candidate: Candidate, workload: Workload, hardware: HardwareSpec) -> BufferCopies:
     """How many full-size gradient buffers a schedule keeps.
 
     The table of docs/planner.md. `total`: what already has its advantage and waits for the one reduction; with a global
-    std one undivided sum per reward term takes its place.
+    std one undivided sum per reward term takes its place. Sharded sums go into the sharded gradients instead.
     """
-    layout = Layout.of(workload, ranks)
-    several = layout.rounds > 1 or ranks == 1
+    layout, shards = Layout.of(workload, hardware.ranks), shard_ranks(workload, hardware)
     sums = workload.reward_terms if workload.global_std else 1
     if candidate.schedule != "reweight":
-        none = candidate.sync == "every_backward" and ranks > 1
-        return BufferCopies(backward=0.0 if none else 1.0, correction=0.0 if none else 1.0)
-    running = 1 + workload.reward_terms
-    pending, total = {
-        "per_sample": (float(layout.samples), float(sums)),
-        "streaming": (float(candidate.samples_per_forward + running), float(sums)),
-        "streaming_sharded": (candidate.samples_per_forward + running / ranks, sums / ranks),
-    }[candidate.buffers]
-    keeps_total = candidate.sync == "every_update" and several
-    kl = workload.beta > 0 and (workload.global_std or not keeps_total)
-    held = pending + float(kl) + (total if keeps_total and layout.rounds > 1 else 0.0)
-    return BufferCopies(backward=held, correction=pending + float(kl) + (total if keeps_total else 0.0))
+        return BufferCopies(backward=1.0, correction=1.0, reduction=1.0)
+    running, batch, with_kl = 1 + workload.reward_terms, candidate.samples_per_forward, workload.beta > 0
+    if candidate.buffers == "streaming_sharded":
+        held = batch + (running + workload.global_std * sums) / shards + float(with_kl)
+        return BufferCopies(backward=held, correction=held, reduction=held)
+    pending = float(layout.samples if candidate.buffers == "per_sample" else batch + running)
+    with_earlier = candidate.sync == "every_update" and layout.rounds > 1
+    # sums that wait for a divisor, and beside them the KL term's total; else both go into the same total
+    held = pending + (sums * with_earlier + with_kl if workload.global_std else (with_earlier or with_kl))
+    weighted = pending + float(with_kl and workload.global_std) + float(sums)
+    # the schedule and what it holds is gone before the one reduction of an update
+    return BufferCopies(
+        backward=held, correction=weighted, reduction=1.0 if candidate.sync == "every_update" else weighted
+    )
 
 
-def local_trainable(trace: PolicyTrace, hardware: HardwareSpec) -> int:
+def shard_ranks(workload: Workload, hardware: HardwareSpec) -> int:
+    """Ranks that share one copy of masters and optimizer states."""
+    if workload.backend == "replicated":
+        return 1
+    if workload.backend == "hsdp":
+        return min(workload.shard_ranks or hardware.ranks_per_node, hardware.ranks)
+    return hardware.ranks
+
+
+def local_trainable(workload: Workload, trace: PolicyTrace, hardware: HardwareSpec) -> int:
     """Trainable parameters whose optimizer states this rank holds."""
-    return math.ceil(trace.trainable / hardware.ranks)
+    return math.ceil(trace.trainable / shard_ranks(workload, hardware))
 
 
 def _sharded_parameters(workload: Workload, trace: PolicyTrace, hardware: HardwareSpec) -> int:
@@ -140,32 +176,37 @@ def _sharded_parameters(workload: Workload, trace: PolicyTrace, hardware: Hardwa
     frozen = (trace.parameters - trace.trainable) * BYTES[workload.precision]
     if workload.backend in ("zero1", "zero2") and hardware.ranks > 1:
         frozen = 0  # whole on every rank, among the gathered
-    return MASTER * local_trainable(trace, hardware) + frozen // hardware.ranks
+    return MASTER * local_trainable(workload, trace, hardware) + frozen // shard_ranks(workload, hardware)
 
 
 def _resident(candidate: Candidate, workload: Workload, trace: PolicyTrace, hardware: HardwareSpec) -> int:
     """Bytes of the whole working copy; 0 if parameters are gathered in turn."""
-    if hardware.ranks == 1:
+    if shard_ranks(workload, hardware) == 1:
         return trace.trainable * BYTES[workload.precision] * (workload.precision != "float32")
-    if candidate.residency == "resident" or workload.backend in ("zero1", "zero2"):
+    if candidate.residency == "resident" or workload.backend in WHOLE:
         return trace.parameters * BYTES[workload.precision]
     return 0
 
 
-def _gathered_in_turn(trace: PolicyTrace, hardware: HardwareSpec) -> int:
-    """The root, which FSDP2 keeps after its forward, and the largest pair of current and prefetched block."""
-    if hardware.ranks == 1:
+def _gathered_in_turn(workload: Workload, trace: PolicyTrace, hardware: HardwareSpec, *, at_end: bool = False) -> int:
+    """The root, which FSDP2 keeps after its forward, and the largest pair of current and prefetched block.
+
+    `at_end`: the last pair; a backward without checkpointing needs most before it has freed anything.
+    """
+    if shard_ranks(workload, hardware) == 1:
         return 0
     sizes = [block.parameters for block in trace.blocks]
     pair = max((first + second for first, second in zip(sizes, [*sizes[1:], 0], strict=True)), default=0)
+    pair = sum(sizes[-2:]) if at_end else pair
     return (trace.root_parameters + pair) * BYTES[trace.dtype]
 
 
 def _reference(workload: Workload, trace: PolicyTrace, hardware: HardwareSpec) -> int:
-    """The frozen base for the KL term; with adapters it is the policy without them."""
+    """The frozen base for the KL term, whole under ZeRO; with adapters it is the policy without them."""
     if workload.beta == 0 or workload.weights == "lora":
         return 0
-    return trace.parameters * BYTES[workload.precision] // hardware.ranks
+    shards = 1 if workload.backend.startswith("zero") else shard_ranks(workload, hardware)
+    return trace.parameters * BYTES[workload.precision] // shards
 
 
 def _largest_group(trace: PolicyTrace, trainable: bool = False) -> int:
@@ -183,30 +224,58 @@ def _stored_transitions(candidate: Candidate, workload: Workload, trace: PolicyT
     return layout.rounds * (layout.samples * tensors * trace.latent_bytes + trace.shared_bytes)
 
 
-def _activations(candidate: Candidate, workload: Workload, trace: PolicyTrace, hardware: HardwareSpec) -> int:
-    """One step's graph, or under Retain those of all steps whose advantages are still unknown."""
-    k, batch = trace.checkpointed(candidate.checkpointing), candidate.samples_per_forward
-    one_step = batch * trace.peak_bytes[k]
+def _k(candidate: Candidate, trace: PolicyTrace) -> int:
+    return trace.checkpointed(candidate.checkpointing)
+
+
+def _graph(candidate: Candidate, trace: PolicyTrace) -> int:
+    """What one step keeps for its backward."""
+    k = _k(candidate, trace)
+    return candidate.samples_per_forward * trace.saved_bytes[k] + trace.fixed_bytes[k]
+
+
+def _one_step(candidate: Candidate, workload: Workload, trace: PolicyTrace) -> int:
+    """The most at one time in a step's backward; with KL the reference runs beside the graph as well.
+
+    Reweight goes through the graph of a step with KL twice, so that the first time nothing of it is freed.
+    """
+    batch, k = candidate.samples_per_forward, _k(candidate, trace)
+    peak = batch * trace.peak_bytes[k]
+    if workload.beta == 0:
+        return peak
+    graph = _graph(candidate, trace)
+    twice = batch * trace.transient_bytes * (candidate.schedule == "reweight")
+    return max(peak, graph + max(batch * trace.rollout_bytes, twice))
+
+
+def _retained(candidate: Candidate, workload: Workload, trace: PolicyTrace, hardware: HardwareSpec) -> int:
+    """Under Retain the graphs of all steps whose advantages are still unknown."""
     if candidate.schedule != "retain":
-        return one_step
+        return 0
     layout = Layout.of(workload, hardware.ranks)
-    forwards = layout.samples // batch * (layout.rounds if workload.global_std else 1)
-    graph = batch * trace.saved_bytes[k] + trace.fixed_bytes[k]
-    return one_step + (workload.selected_steps * forwards - 1) * graph
+    forwards = layout.samples // candidate.samples_per_forward * (layout.rounds if workload.global_std else 1)
+    return workload.selected_steps * forwards * _graph(candidate, trace)
+
+
+def _reduction_temporaries(candidate: Candidate, workload: Workload, trace: PolicyTrace, hardware: HardwareSpec) -> int:
+    """Parameter groups that are packed and under way, and what this rank has received of all of them."""
+    buffer = BYTES[candidate.buffer_dtype]
+    fetched = _largest_group(trace, trainable=True) * buffer
+    if shard_ranks(workload, hardware) == 1:
+        return fetched * (candidate.buffer_device == "host")
+    if workload.backend not in ("fsdp2", "hsdp"):
+        bucket = min(ZERO_BUCKET, trace.trainable) * BYTES[workload.precision] * (workload.backend != "zero3")
+        return bucket + MASTER * local_trainable(workload, trace, hardware)
+    under_way = IN_FLIGHT + hardware.is_cpu  # gloo reduces a copy of what it is given
+    return under_way * fetched + buffer * local_trainable(workload, trace, hardware)
 
 
 def _backward_temporaries(
     candidate: Candidate, workload: Workload, trace: PolicyTrace, hardware: HardwareSpec, resident: int
 ) -> int:
     """Flat buffers of collectives, and gradients on their way into a buffer: one tensor, or a block to be reduced."""
-    if hardware.ranks == 1:
+    if shard_ranks(workload, hardware) == 1:
         return trace.gradient_bytes
     precision = BYTES[workload.precision]
     flat = 0 if resident else _largest_group(trace) * precision
-    if workload.backend in ("zero1", "zero2"):
-        flat += min(ZERO_BUCKET, trace.trainable) * precision
-    if candidate.sync == "every_backward":
-        # FSDP2 holds a block's gradients until they are packed, while the block before is still being reduced
-        flat += _largest_group(trace, trainable=True) * (precision + 2 * BYTES[candidate.buffer_dtype])
-        return flat
     return flat + trace.gradient_bytes

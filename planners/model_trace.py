@@ -14,7 +14,7 @@ from leangrpo.configs.help import nearest
 from leangrpo.planners.models import MODELS, ModelSpec, Shape, input_shapes
 from leangrpo.planners.types import BlockTrace, PolicyTrace
 
-FORMAT = 6  # of the stored traces; raise it when their meaning changes
+FORMAT = 9  # of the stored traces; raise it when their meaning changes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

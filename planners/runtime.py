@@ -6,14 +6,16 @@ from leangrpo.planners.costs import Costs
 from leangrpo.planners.types import Candidate, HardwareSpec, Layout, PolicyTrace, TimeEstimate, Workload
 
 
-def estimate_time(candidate: Candidate, workload: Workload, trace: PolicyTrace, hardware: HardwareSpec) -> TimeEstimate:
+def estimate_time(
+    candidate: Candidate, workload: Workload, trace: PolicyTrace, hardware: HardwareSpec, *, by_block: bool = False
+) -> TimeEstimate:
     """One rollout and its `updates_per_rollout` optimizer steps.
 
     With F and B of one forward batch: T F for the rollout, + S F for Native's second forward, + S B; + S F for the
     reference of a KL term, + S B for its own backward under Reweight. Only the first optimizer step can be lean: what
-    comes after it is Native with ratio and clip, whatever the schedule.
+    comes after it is Native with ratio and clip, whatever the schedule. `by_block`: see `Costs`.
     """
-    costs, layout = Costs(candidate, workload, trace, hardware), Layout.of(workload, hardware.ranks)
+    costs, layout = Costs(candidate, workload, trace, hardware, by_block), Layout.of(workload, hardware.ranks)
     batch = candidate.samples_per_forward
     forwards = layout.rounds * (layout.samples // batch)
     selected = workload.selected_steps * forwards

@@ -142,9 +142,10 @@ def public_native(trace: PolicyTrace, workload: Workload, hardware: HardwareSpec
         residency="resident" if whole else "resharded",
         samples_per_forward=1,
     )
-    judged = _estimate_both(candidate, workload, trace, hardware, "")
+    judged = _estimate_both(candidate, workload, trace, hardware, "", by_block=True)
     if workload.weights == "lora" and judged.missing_bytes and not alone and backend in ("fsdp2", "hsdp"):
-        judged = _estimate_both(replace(candidate, residency="resharded"), workload, trace, hardware, "")
+        resharded = replace(candidate, residency="resharded")
+        judged = _estimate_both(resharded, workload, trace, hardware, "", by_block=True)
     return judged
 
 
@@ -177,11 +178,17 @@ def _judge(candidate: Candidate, workload: Workload, trace: PolicyTrace, hardwar
 
 
 def _estimate_both(
-    candidate: Candidate, workload: Workload, trace: PolicyTrace, hardware: HardwareSpec, reason: str
+    candidate: Candidate,
+    workload: Workload,
+    trace: PolicyTrace,
+    hardware: HardwareSpec,
+    reason: str,
+    *,
+    by_block: bool = False,
 ) -> Estimate:
     """Memory and time; `reason`: why the candidate is out already, empty if it is not."""
-    memory = estimate_memory(candidate, workload, trace, hardware)
-    time = estimate_time(candidate, workload, trace, hardware)
+    memory = estimate_memory(candidate, workload, trace, hardware, by_block=by_block)
+    time = estimate_time(candidate, workload, trace, hardware, by_block=by_block)
     missing = max(0, memory.peak + memory.margin - hardware.memory_bytes)
     host_share = hardware.host_memory_bytes // hardware.ranks_per_node
     if not reason and missing:

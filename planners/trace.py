@@ -43,8 +43,7 @@ def trace_module(
         given = {key: _fake_input(value) for key, value in inputs.items()}
         fakes = {key: value for key, value in given.items() if isinstance(value, Tensor)}
         run.forward_and_backward(given, batch)
-        saved = [run.saved(k) for k in range(len(run.order) + 1)]
-        peaks, first = run.peaks(saved), latents or next(iter(fakes))
+        peaks, first = run.peaks(), latents or next(iter(fakes))
     return PolicyTrace(
         name=name or type(module).__name__,
         dtype=dtype,
@@ -53,11 +52,16 @@ def trace_module(
         root_trainable=_count(module, trainable=True) - sum(_count(block, trainable=True) for block in run.order),
         forward_flops=float(run.forward_flops),
         backward_flops=float(run.ledger.flops - run.forward_flops),
-        saved_bytes=tuple(of_samples for of_samples, _ in saved),
-        fixed_bytes=tuple(fixed for _, fixed in saved),
+        saved_bytes=tuple(of_samples for of_samples, _ in run.saved),
+        fixed_bytes=tuple(fixed for _, fixed in run.saved),
         peak_bytes=peaks,
         forward_operators=run.forward_operators,
         backward_operators=run.ledger.operators - run.forward_operators,
+        transient_bytes=run.ledger.new_peak,
+        rollout_bytes=run.rollout_bytes(),
+        forward_traffic=run.forward_traffic,
+        backward_traffic=run.backward_traffic,
+        trainable_tensors=sum(p.requires_grad for p in module.parameters()),
         gradient_bytes=max((p.numel() for p in module.parameters() if p.requires_grad), default=0)
         * DTYPES[dtype].itemsize,
         separable=_is_separable(module),
@@ -93,11 +97,18 @@ class TraceRun:
         self.order: list[nn.Module] = []
         self.block_flops: dict[nn.Module, int] = {}
         self.forward_flops = self.forward_operators = 0
+        self.forward_traffic = self.backward_traffic = (0, 0)
         self.tensors = {name: _fake(tensor, dtype) for name, tensor in _named_tensors(module)}
         self.saved_in: dict[nn.Module, Storages] = {module: {}}
         """saved for the backward inside of a block, or under `module` outside of all"""
         self.inputs_of: dict[nn.Module, Storages] = {}
         self.calls: dict[nn.Module, tuple[Any, Any]] = {}
+        self.saved: list[tuple[int, int]] = []
+        """over k: bytes of one step with the first k blocks checkpointed, of the samples and independent of them"""
+        self.kept: list[int] = []
+        """over k: of it what is saved outside of blocks, or is an input of one of the first k"""
+        self.sizes: dict[nn.Module, tuple[int, int]] = {}
+        """bytes of a block's inputs, and of what is saved inside of it"""
         self._now: nn.Module = module
         self._transient = 0
 
@@ -111,11 +122,19 @@ class TraceRun:
             with self.ledger, torch.autograd.graph.saved_tensors_hooks(self._save, lambda saved: saved):
                 result = torch.func.functional_call(self.module, self.tensors, (), inputs)
                 self.forward_flops, self.forward_operators = self.ledger.flops, self.ledger.operators
+                fixed, of_samples = self.ledger.traffic
+                self.forward_traffic = fixed, of_samples // batch
                 prediction = tree_leaves(result)[0]
+                del result
+                self._close_books()
                 saved_now = self.ledger.restart_peak()
                 self.ledger.uncounted_shapes = gradient_shapes(self.module)
                 prediction.backward(torch.empty_like(prediction))
                 self._transient = self.ledger.peak - saved_now
+                self.backward_traffic = (
+                    self.ledger.traffic[0] - fixed,
+                    (self.ledger.traffic[1] - of_samples) // batch,
+                )
         finally:
             for remove in removers:
                 remove()
@@ -132,44 +151,60 @@ class TraceRun:
             for block in self.order
         )
 
-    def saved(self, k: int) -> tuple[int, int]:
-        """Bytes of one step with the first k blocks checkpointed: of the samples, and independent of them."""
-        kept = dict(self.saved_in[self.module])
-        for block in self.order[:k]:
-            kept |= self.inputs_of[block]
-        for block in self.order[k:]:
-            kept |= self.saved_in[block]
-        sizes = [(storage.nbytes(), self.ledger.is_of_samples(storage)) for storage in kept.values()]
-        return sum(size for size, marked in sizes if marked), sum(size for size, marked in sizes if not marked)
+    def _close_books(self) -> None:
+        """Sizes instead of storages: what is saved must be freed when the backward has used it."""
+        for k in range(len(self.order) + 1):
+            kept = dict(self.saved_in[self.module])
+            for block in self.order[:k]:
+                kept |= self.inputs_of[block]
+            self.kept.append(_bytes(kept))
+            for block in self.order[k:]:
+                kept |= self.saved_in[block]
+            sizes = [(storage.nbytes(), self.ledger.is_of_samples(storage)) for storage in kept.values()]
+            of_samples = sum(size for size, marked in sizes if marked)
+            self.saved.append((of_samples, sum(size for size, _ in sizes) - of_samples))
+        self.sizes = {block: (_bytes(self.inputs_of[block]), _bytes(self.saved_in[block])) for block in self.order}
+        self.saved_in.clear()
+        self.inputs_of.clear()
+        for block, call in self.calls.items():
+            self.calls[block] = tree_map_only(Tensor, _like, call)
 
-    def peaks(self, saved: list[tuple[int, int]]) -> tuple[int, ...]:
+    def peaks(self) -> tuple[int, ...]:
         """Over k: the most activations at one time.
 
         Either when the backward begins, or while it goes through the largest checkpointed block, which has to be run
         again with its graph; what later blocks saved is gone by then.
         """
-        largest = max(self.order, key=lambda block: _bytes(self.saved_in[block]), default=None)
+        largest = self._largest()
         block_peak = self._peak_of(largest) if largest is not None else 0
-        peaks = []
-        for k in range(len(self.order) + 1):
-            kept = dict(self.saved_in[self.module])
-            for block in self.order[:k]:
-                kept |= self.inputs_of[block]
-            again = _bytes(kept) + block_peak if k else 0
-            peaks.append(max(sum(saved[k]) + self._transient, again))
-        return tuple(peaks)
+        return tuple(
+            max(sum(saved) + self._transient, kept + block_peak if k else 0)
+            for k, (saved, kept) in enumerate(zip(self.saved, self.kept, strict=True))
+        )
+
+    def rollout_bytes(self) -> int:
+        """The most at one time in a forward without grad: the largest block with its inputs."""
+        largest = self._largest()
+        if largest is None:
+            return 0
+        with torch.no_grad():
+            return self.sizes[largest][0] + self._peak_of(largest)
+
+    def _largest(self) -> nn.Module | None:
+        return max(self.order, key=lambda block: self.sizes[block][1], default=None)
 
     def _peak_of(self, block: nn.Module) -> int:
-        """Most bytes while one block is run forward and backward by itself."""
+        """Most bytes while one block is run by itself, forward and, with grad enabled, backward."""
         ledger = Ledger()
-        args, kwargs = tree_map_only(Tensor, _leaf, self.calls[block])
+        args, kwargs = self.calls[block]
         tensors = {name: self.tensors[f"{self.names[block]}.{name}"] for name, _ in _named_tensors(block)}
         ledger.ignore([*tensors.values(), *(t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor))])
         with ledger:
             result = torch.func.functional_call(block, tensors, args, kwargs)
             outputs = [t for t in tree_leaves(result) if isinstance(t, Tensor) and t.requires_grad]
             ledger.uncounted_shapes = gradient_shapes(block)
-            torch.autograd.backward(outputs, [torch.empty_like(t) for t in outputs])
+            if outputs:
+                torch.autograd.backward(outputs, [torch.empty_like(t) for t in outputs])
         return ledger.peak
 
     def _watch(self, block: nn.Module) -> list[Callable[[], None]]:
@@ -221,8 +256,9 @@ def _drop_gradient(parameter: Tensor) -> None:
     parameter.grad = None
 
 
-def _leaf(tensor: Tensor) -> Tensor:
-    return tensor.detach().requires_grad_(tensor.requires_grad)
+def _like(tensor: Tensor) -> Tensor:
+    """A leaf of the same shape, so that nothing that belongs to the graph stays alive."""
+    return torch.empty_like(tensor, requires_grad=tensor.requires_grad)
 
 
 def _is_separable(module: nn.Module) -> bool:

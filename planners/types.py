@@ -69,6 +69,8 @@ class OtherModel:
     per: Literal["prompt", "sample"]
     place: Literal["device", "host"]
     """host: moved to the device for its uses, between which its memory is free"""
+    working_bytes: int = 0
+    """activations of one use; 0 where nobody has measured them"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +145,14 @@ class PolicyTrace:
     """over k: saved once per step, whatever the number of samples"""
     peak_bytes: tuple[int, ...]
     """over k: most activations at one time during the forward and backward of one step of one sample"""
+    transient_bytes: int
+    """most that a backward of one sample needs beside its graph, were none of that freed meanwhile"""
+    rollout_bytes: int
+    """most activations at one time during a forward of one sample without grad"""
+    forward_traffic: tuple[int, int]
+    """bytes that operators read and write: once per step (weights), and per sample"""
+    backward_traffic: tuple[int, int]
+    trainable_tensors: int
     gradient_bytes: int
     """of the largest trainable tensor, as autograd makes it"""
     forward_operators: int
@@ -193,6 +203,16 @@ class HardwareSpec:
     """the same of a backward"""
     operator_seconds: float
     """to issue one operator"""
+    backward_operator_seconds: float
+    operator_bandwidth: float | None = None
+    """bytes per second at which operators read and write what they work on; None: the efficiencies contain it"""
+    backward_operator_bandwidth: float | None = None
+    graph_operator_seconds: float = 0.0
+    """that an operator of a forward costs its backward: its part of the graph is built, and freed"""
+    checkpoint_block_seconds: float = 0.0
+    """per checkpointed block, beside running it again"""
+    checkpoint_operator_seconds: float = 0.0
+    """per operator in such blocks: what is saved passes through torch's Python hooks"""
     asynchronous: bool
     """whether operators are issued while others compute, as on a GPU; else the two add up"""
     memory_bandwidth: float
@@ -227,6 +247,11 @@ class HardwareSpec:
         """As `parse_hardware` reads it, e.g. 8xA6000-48GB."""
         nodes = f"{self.nodes}x" if self.nodes > 1 else ""
         return f"{nodes}{self.ranks_per_node}x{self.name}"
+
+    @property
+    def is_cpu(self) -> bool:
+        """Only GPUs work while the next operator is issued."""
+        return not self.asynchronous
 
     def rate(self, precision: str, *, backward: bool = False) -> float:
         """Sustained floating-point operations per second."""

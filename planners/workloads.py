@@ -8,9 +8,13 @@ from leangrpo.planners.model_trace import LoraSpec, find_model, trace_model
 from leangrpo.planners.models import ModelSpec
 from leangrpo.planners.types import BYTES, HardwareSpec, OtherModel, PolicyTrace, Workload
 
-# Parameters and FLOPs per image of reward models: ViT-H/14 with its text tower (HPSv2.1, PickScore); the others run on
-# the host's cores.
-REWARD_MODELS = {"hpsv2": (986_109_441, 3.4e11), "pickscore": (985_981_440, 3.4e11)}
+# Parameters, and FLOPs and bytes of activations per image, of reward models: ViT-H/14 with its text tower (HPSv2.1,
+# PickScore), the digits' convolutions; the others run on the host's cores.
+REWARD_MODELS = {
+    "hpsv2": (986_109_441, 3.4e11, 0),
+    "pickscore": (985_981_440, 3.4e11, 0),
+    "digits_classifier": (38_314, 7.2e6, 2 * 4 * 32 * 16 * 16),  # in and out of its second layer
+}
 
 
 def workload_of(config: Config) -> Workload:
@@ -85,10 +89,15 @@ def _other_models(config: Config, spec: ModelSpec) -> tuple[OtherModel, ...]:
         )
     for term in config.rewards:
         if term.name in REWARD_MODELS:
-            parameters, flops = REWARD_MODELS[term.name]
+            parameters, flops, activations = REWARD_MODELS[term.name]
             models.append(
                 OtherModel(
-                    name=term.name, bytes=parameters * working, flops=flops, per="sample", place=policy.vae_and_rewards
+                    name=term.name,
+                    bytes=parameters * working,
+                    flops=flops,
+                    per="sample",
+                    place=policy.vae_and_rewards,
+                    working_bytes=activations,
                 )
             )
     return tuple(models)

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 from planning import candidate, round_trace, round_workload
 
-from leangrpo.planners.costs import Costs
+from leangrpo.planners.candidates import refusal
+from leangrpo.planners.costs import STREAM, Costs
 from leangrpo.planners.hardware import parse_hardware
 from leangrpo.planners.memory import buffer_copies, estimate_memory
 from leangrpo.planners.runtime import estimate_time
@@ -14,7 +15,7 @@ from leangrpo.planners.types import Layout, OtherModel
 # M = 16 on 8 ranks: g = 8, Q = 2; 4 prompts are 4 rounds.
 SEVERAL = round_workload(group_size=16, prompts_per_update=4)
 ONE = round_workload(group_size=16, prompts_per_update=1)
-SPEC = replace(parse_hardware("8xA100-80"), operator_seconds=0.0)
+SPEC = replace(parse_hardware("8xA100-80"), operator_seconds=0.0, backward_operator_seconds=0.0)
 
 
 @pytest.mark.parametrize(
@@ -24,7 +25,7 @@ SPEC = replace(parse_hardware("8xA100-80"), operator_seconds=0.0)
         ("retain", "per_sample", 1, 1),
         ("reweight", "per_sample", 2, 3),
         ("reweight", "streaming", 3, 4),
-        ("reweight", "streaming_sharded", 1 + 2 / 8, 1 + 3 / 8),
+        ("reweight", "streaming_sharded", 1 + 2 / 8, 1 + 2 / 8),  # the total is in the sharded gradients
     ],
 )
 def test_buffer_copies(schedule: str, buffers: str, every_group: float, every_update: float) -> None:
@@ -33,19 +34,21 @@ def test_buffer_copies(schedule: str, buffers: str, every_group: float, every_up
         ("every_update", SEVERAL, every_update),
         ("every_update", ONE, every_group),
     ):
-        copies = buffer_copies(candidate(schedule=schedule, buffers=buffers, sync=sync), workload, 8)
-        assert copies.backward == copies.correction == expected
-    if schedule != "reweight":
-        assert buffer_copies(candidate(schedule=schedule), SEVERAL, 8).backward == 0
+        copies = buffer_copies(candidate(schedule=schedule, buffers=buffers, sync=sync), workload, SPEC)
+        assert copies.backward == expected
+        assert copies.correction == (every_update if buffers != "streaming_sharded" else expected)
+        one_total = sync == "every_update" and buffers != "streaming_sharded"
+        assert copies.reduction == (1 if one_total else copies.correction)
 
 
 def test_buffers_for_kl_and_separate_rewards() -> None:
     streaming = candidate(schedule="reweight", buffers="streaming", sync="every_update")
     per_sample = replace(streaming, buffers="per_sample")
-    assert buffer_copies(streaming, replace(SEVERAL, reward_terms=3), 8).backward == 4 + 2
-    assert buffer_copies(per_sample, replace(SEVERAL, beta=0.1), 8).backward == 3  # straight into the total
-    assert buffer_copies(per_sample, replace(SEVERAL, beta=0.1, global_std=True), 8).backward == 4
-    assert buffer_copies(replace(per_sample, sync="every_group"), replace(SEVERAL, beta=0.1), 8).backward == 3
+    assert buffer_copies(streaming, replace(SEVERAL, reward_terms=3), SPEC).backward == 4 + 2
+    assert buffer_copies(per_sample, replace(SEVERAL, beta=0.1), SPEC).backward == 3  # straight into the total
+    assert buffer_copies(per_sample, replace(SEVERAL, beta=0.1, global_std=True), SPEC).backward == 4
+    assert buffer_copies(replace(per_sample, sync="every_group"), replace(SEVERAL, beta=0.1), SPEC).backward == 3
+    assert buffer_copies(per_sample, replace(ONE, beta=0.1), SPEC).backward == 3  # the KL term makes the total
 
 
 def test_memory_of_native_by_component() -> None:
@@ -56,10 +59,12 @@ def test_memory_of_native_by_component() -> None:
     assert memory.optimizer_states == 8 * 4.1e9 / 8
     assert memory.gradients == 4 * 4.1e9 / 8
     assert memory.gathered_parameters == 2 * 2.1e9
-    assert memory.gradient_buffers == 0
+    assert memory.gradient_buffers == 2 * 4.1e9
     stored = 4 * (2 * 11 * 10**5 + 10**6)  # rounds x (samples x (S + 1 latents, S means), shared inputs)
     assert memory.activations == round_trace().peak_bytes[4] + stored
-    assert memory.temporaries == 2e9 + 2e9 + 2 * 2e9
+    assert memory.temporaries == 2e9 + 1e8  # an all-gather's flat buffer; the largest gradient
+    by_block = estimate_memory(candidate(), SEVERAL, round_trace(), SPEC, by_block=True)
+    assert memory.peak - by_block.peak == 2 * 4.1e9
     assert memory.peak + memory.margin < SPEC.memory_bytes
 
 
@@ -83,10 +88,10 @@ def test_residency_optimizer_and_host() -> None:
     on_host = candidate(schedule="reweight", sync="every_group", buffer_device="host")
     hosted = estimate_memory(on_host, SEVERAL, round_trace(), SPEC)
     assert hosted.gradient_buffers == 0
-    assert hosted.host == 2 * 2 * 4.1e9
+    assert hosted.host == 3 * 2 * 4.1e9  # two samples, and the sum of the group
     encoder = OtherModel(name="text encoder", bytes=70 * 10**9, flops=0.0, per="prompt", place="host")
     fetched = estimate_memory(candidate(), replace(SEVERAL, other_models=(encoder,)), round_trace(), SPEC)
-    assert fetched.phase == "encoding or decoding" and fetched.temporaries == encoder.bytes
+    assert fetched.phase == "encoding, decoding or reward" and fetched.temporaries == encoder.bytes
 
 
 def test_one_rank_holds_everything_once() -> None:
@@ -100,9 +105,11 @@ def test_one_rank_holds_everything_once() -> None:
 
 
 def test_zero_1_keeps_parameters_whole_and_has_a_bucket() -> None:
-    memory = estimate_memory(candidate(), replace(SEVERAL, backend="zero1"), round_trace(), SPEC)
+    choice = candidate(sync="every_update")
+    memory = estimate_memory(choice, replace(SEVERAL, backend="zero1"), round_trace(), SPEC)
     assert memory.gathered_parameters == 2 * 4.1e9
-    assert memory.temporaries == 5e8 * 2 + 2e9 + 2 * 2e9
+    assert memory.phase == "reduction"
+    assert memory.temporaries == 5e8 * 2 + 4 * 4.1e9 / 8
 
 
 def test_layout() -> None:
@@ -149,12 +156,15 @@ def test_gathers_hide_behind_compute_or_the_other_way_round() -> None:
 def test_reductions_are_exposed_without_nvlink_and_hidden_with_it() -> None:
     choice, fast = candidate(residency="resident"), replace(SPEC, reduce_scatter_bandwidth=1e13)
     exposed, hidden = (
-        Costs(choice, SEVERAL, round_trace(), replace(fast, overlaps_reduce=overlaps)) for overlaps in (False, True)
+        Costs(choice, SEVERAL, round_trace(), replace(fast, overlaps_reduce=overlaps), by_block=True)
+        for overlaps in (False, True)
     )
     plain = replace(choice, sync="every_update")
     backward = Costs(plain, SEVERAL, round_trace(), replace(SPEC, memory_bandwidth=1e30)).backward(1)
     assert exposed.backward(1) == pytest.approx(backward + exposed.reduction(), rel=1e-3)
     assert hidden.backward(1) < backward + 0.3 * hidden.reduction()
+    own = Costs(choice, SEVERAL, round_trace(), replace(fast, overlaps_reduce=True))  # when the backward is over
+    assert own.backward(1) == pytest.approx(backward + own.accumulate(1) + own.reduction(), rel=1e-3)
 
 
 def test_nodes_are_as_fast_as_the_links_between_them() -> None:
@@ -169,8 +179,13 @@ def test_nodes_are_as_fast_as_the_links_between_them() -> None:
 
 
 def test_issuing_operators_hides_behind_compute_on_a_gpu_only() -> None:
-    """500 operators of a forward, 1000 of a backward, 500 again where all is checkpointed but the root (4 %)."""
-    alone = replace(SPEC, ranks_per_node=1, operator_seconds=1e-3, memory_bandwidth=1e30)
+    """500 operators of a forward, 1000 of a backward, 500 again where all is checkpointed but the root (4 %).
+
+    On a CPU 30 more around a forward, and one per trainable tensor that adds its gradient to the buffer.
+    """
+    alone = replace(
+        SPEC, ranks_per_node=1, operator_seconds=1e-3, backward_operator_seconds=1e-3, memory_bandwidth=1e30
+    )
     choice = candidate(sync="every_update", residency="resident")
     compute = 1e12 / SPEC.rate("bfloat16")
     gpu, cpu = (
@@ -178,12 +193,157 @@ def test_issuing_operators_hides_behind_compute_on_a_gpu_only() -> None:
         for asynchronous in (True, False)
     )
     assert gpu.forward(1) == pytest.approx(0.5)
-    assert cpu.forward(1) == pytest.approx(0.5 + compute)
+    assert cpu.forward(1) == pytest.approx(0.53 + compute)
     assert gpu.backward(1) == pytest.approx(1.0 + 0.96 * 0.5)
-    assert cpu.backward(1) == pytest.approx(1.0 + 0.96 * 0.5 + 2.96 * compute)
+    assert cpu.backward(1) == pytest.approx(1.0 + 0.96 * 0.5 + 2.96 * compute + 0.401)
+    slow = replace(alone, asynchronous=False, operator_bandwidth=9e9, backward_operator_bandwidth=18e9)
+    traffic = Costs(choice, SEVERAL, round_trace(), slow)
+    assert traffic.forward(2) - 2 * compute == pytest.approx(0.53 + (8 + 2 * 1) / 9)
+    again = 0.96 * (0.5 + 2 * compute + (8 + 2 * 1) / 9)
+    assert traffic.backward(2) - 4 * compute == pytest.approx(1.401 + (16 + 2 * 2) / 18 + again)
+
+
+def test_graphs_and_checkpointing_cost_python() -> None:
+    """500 operators of a forward: 2 ms of graph each, 3 ms each and 0.1 s per block where it is checkpointed."""
+    plain = replace(SPEC, ranks_per_node=1, asynchronous=False, memory_bandwidth=1e30)
+    spec = replace(plain, graph_operator_seconds=2e-3, checkpoint_operator_seconds=3e-3, checkpoint_block_seconds=0.1)
+    for checkpointed, extra in (("none", 0.0), (1, 0.24 * 1.5 + 0.1), ("all", 0.96 * 1.5 + 0.4)):
+        choice = candidate(sync="every_update", residency="resident", checkpointing=checkpointed)
+        more, less = (Costs(choice, SEVERAL, round_trace(), one).backward(1) for one in (spec, plain))
+        assert more - less == pytest.approx(1.0 + extra)
+
+
+def test_nothing_overlaps_on_a_cpu() -> None:
+    cpu = replace(SPEC, asynchronous=False, memory_bandwidth=1e30, collective_latency=0.0, all_gather_bandwidth=1e9)
+    compute, gather = 1e12 / SPEC.rate("bfloat16"), 2 * 4.1e9 * 7 / 8 / 1e9
+    assert Costs(candidate(), SEVERAL, round_trace(), cpu).forward(1) == pytest.approx(compute + gather)
+
+
+def test_gathering_holds_a_flat_buffer_beside_what_is_gathered() -> None:
+    choice = candidate(sync="every_update", residency="resident", buffer_dtype="bfloat16")
+    small = round_trace(trainable_tensors=2, peak_bytes=(0,) * 5, rollout_bytes=0, gradient_bytes=0)
+    frozen = replace(
+        small,
+        blocks=tuple(replace(block, trainable=10**6) for block in small.blocks),
+        root_trainable=0,
+    )
+    memory = estimate_memory(choice, SEVERAL, frozen, SPEC)
+    assert (memory.phase, memory.gathered_parameters, memory.temporaries) == ("gathering", 2 * 4.1e9, 2e9)
+    replicated = estimate_memory(choice, replace(SEVERAL, backend="replicated"), frozen, SPEC)
+    assert replicated.phase != "gathering"
+
+
+def test_samples_that_are_kept_apart_cost_python_and_traffic() -> None:
+    """401 tensors, 1 ms each in a forward and a backward of two samples; both rows of 4.1e9 are read and written."""
+    spec = replace(SPEC, ranks_per_node=1, operator_seconds=1e-3, backward_operator_seconds=1e-3, asynchronous=False)
+    spec = replace(spec, operator_bandwidth=1e30, backward_operator_bandwidth=10e9, memory_bandwidth=20e9 / STREAM)
+    choice = candidate(sync="every_update", residency="resident", checkpointing="none", buffer_dtype="float32")
+    workload, trace = replace(SEVERAL, precision="float32"), round_trace(backward_traffic=(0, 0))
+    retain, reweight = (
+        Costs(replace(choice, schedule=schedule), workload, trace, spec) for schedule in ("retain", "reweight")
+    )
+    assert reweight.forward(2) - retain.forward(2) == pytest.approx(0.401)
+    assert retain.accumulate(2) == pytest.approx(0.401 + 3 * 16.4 / 20)  # elementwise: gradient and buffer
+    assert reweight.accumulate(2) == pytest.approx(2 * 2 * 16.4 / 10)
+    more = reweight.backward(2) - retain.backward(2)
+    assert more == pytest.approx(0.401 + reweight.accumulate(2) - retain.accumulate(2))
 
 
 def test_more_of_anything_costs_more() -> None:
     base = estimate_time(candidate(), SEVERAL, round_trace(), SPEC).total
     for changes in ({"selected_steps": 6}, {"denoising_steps": 11}, {"prompts_per_update": 5}, {"beta": 0.1}):
         assert estimate_time(candidate(), replace(SEVERAL, **changes), round_trace(), SPEC).total > base
+
+
+REPLICATED = replace(SEVERAL, backend="replicated", precision="float32")
+IN_FLOAT32 = round_trace(dtype="float32")
+
+
+def test_replicated_ranks_hold_everything_and_reduce_one_flat_buffer() -> None:
+    """4.1e9 parameters in float32 on 8 ranks: as on one, and where reduced gradients wait one gradient more."""
+    choice = candidate(sync="every_update", residency="resident", buffer_dtype="float32")
+    memory = estimate_memory(choice, REPLICATED, IN_FLOAT32, SPEC)
+    assert (memory.parameters, memory.gathered_parameters) == (4 * 4.1e9, 0)
+    assert (memory.optimizer_states, memory.gradients, memory.gradient_buffers) == (8 * 4.1e9, 0, 4 * 4.1e9)
+    waiting = estimate_memory(replace(choice, sync="every_group"), REPLICATED, IN_FLOAT32, SPEC)
+    assert waiting.peak - memory.peak == waiting.gradients == 4 * 4.1e9
+    in_bfloat16 = estimate_memory(choice, replace(REPLICATED, precision="bfloat16"), round_trace(), SPEC)
+    assert in_bfloat16.gathered_parameters == 2 * 4.1e9
+
+
+def test_seconds_of_an_all_reduce() -> None:
+    """Twice 7/8 of 16.4 GB at 220 GB/s, one collective; each rank steps every parameter."""
+    choice = candidate(sync="every_update", residency="resident", buffer_dtype="float32")
+    costs = Costs(choice, REPLICATED, IN_FLOAT32, replace(SPEC, collective_latency=0.5))
+    assert costs.reduction() == pytest.approx(0.5 + 2 * 7 / 8 * 16.4 / 220)
+    assert costs.gather_once() == 0
+    sharded = Costs(choice, replace(SEVERAL, precision="float32"), IN_FLOAT32, SPEC)
+    assert costs.optimizer() == pytest.approx(8 * sharded.optimizer())
+
+
+def test_hsdp_shards_inside_a_node_and_reduces_shards_across() -> None:
+    """2 nodes of 8, shards of 8: memory of one node; one all-reduce of 1/8 of the gradient between the two copies."""
+    one, two = parse_hardware("8xA100-80"), parse_hardware("2x8xA100-80")
+    workload = replace(SEVERAL, backend="hsdp", shard_ranks=8, group_size=32)
+    choice = candidate(sync="every_update", buffer_dtype="float32")
+    hsdp = estimate_memory(choice, workload, round_trace(), two)
+    fsdp = estimate_memory(choice, replace(workload, backend="fsdp2", group_size=16), round_trace(), one)
+    assert (hsdp.parameters, hsdp.optimizer_states) == (fsdp.parameters, fsdp.optimizer_states)
+    assert hsdp.gathered_parameters == fsdp.gathered_parameters
+    inside = Costs(choice, replace(SEVERAL, group_size=16), round_trace(), one)
+    across = Costs(choice, workload, round_trace(), two)
+    assert across.forward(1) == pytest.approx(inside.forward(1))  # gathered inside
+    between = 5 * two.collective_latency + 2 * 1 / 2 * (4 * 4.1 / 8) / (two.node_bandwidth / 1e9)
+    assert across.reduction() == pytest.approx(inside.reduction() + between)
+
+
+def test_packed_gradients_under_way() -> None:
+    """Two groups of 1e9 in float32 and what was received of all, 4.1e9 / 8; gloo reduces a copy of a third."""
+    choice = candidate(sync="every_update", buffer_dtype="float32", checkpointing="all")
+    small = round_trace(peak_bytes=(0,) * 5)
+    memory = estimate_memory(choice, SEVERAL, small, SPEC)
+    assert (memory.phase, memory.temporaries) == ("reduction", 2 * 4e9 + 4 * 4.1e9 / 8)
+    on_cpu = estimate_memory(choice, SEVERAL, small, replace(SPEC, asynchronous=False))
+    assert on_cpu.temporaries == 3 * 4e9 + 4 * 4.1e9 / 8
+
+
+def test_a_reward_model_works_while_graphs_are_retained() -> None:
+    scorer = OtherModel(name="reward", bytes=0, flops=0.0, per="sample", place="device", working_bytes=50 * 10**9)
+    retain = estimate_memory(
+        candidate(schedule="retain"), replace(SEVERAL, other_models=(scorer,)), round_trace(), SPEC
+    )
+    assert retain.phase == "encoding, decoding or reward"
+    assert retain.temporaries == 50e9
+    graph = round_trace().saved_bytes[4] + round_trace().fixed_bytes[4]
+    assert retain.activations >= 5 * 2 * graph
+
+
+def test_a_rollout_under_retain_ends_with_all_graphs_and_a_forward() -> None:
+    trace = round_trace(rollout_bytes=10**11)
+    retain = estimate_memory(candidate(schedule="retain"), SEVERAL, trace, SPEC)
+    graph = trace.saved_bytes[4] + trace.fixed_bytes[4]
+    assert retain.phase == "rollout"
+    assert retain.activations == 10**11 + 5 * 2 * graph + 4 * (2 * 6 * 10**5 + 10**6)
+
+
+def test_kl_needs_the_reference_beside_the_graph_and_reweight_the_graph_twice() -> None:
+    """Nothing checkpointed: a graph of 4.011 GB; the reference's forward takes 5 GB, a backward beside it 3 or 7."""
+    choice = candidate(checkpointing="none")
+    for schedule, transient, more in (("native", 7, 5), ("reweight", 3, 5), ("reweight", 7, 7)):
+        trace = round_trace(rollout_bytes=5 * 10**9, transient_bytes=transient * 10**9)
+        plain, with_kl = (
+            estimate_memory(
+                replace(choice, schedule=schedule, sync="every_update"), replace(SEVERAL, beta=beta), trace, SPEC
+            )
+            for beta in (0.0, 0.1)
+        )
+        graph = trace.saved_bytes[0] + trace.fixed_bytes[0]
+        assert plain.phase == with_kl.phase == "backward"
+        assert with_kl.activations - plain.activations == graph + more * 10**9 - trace.peak_bytes[0]
+
+
+def test_buffers_on_the_host_of_a_cpu_save_nothing() -> None:
+    cpu = parse_hardware("2xCPU-200GB")
+    assert "the host's memory is the device's" in refusal(
+        candidate(sync="every_group", buffer_device="host", residency="resident"), SEVERAL, round_trace(), cpu
+    )

@@ -1,4 +1,7 @@
-"""The `leangrpo` command: train, plan, sample, plot. A mistake of the user ends with one line on stderr, status 2."""
+"""The `leangrpo` command: train, plan, calibrate, sample, plot.
+
+A mistake of the user ends with one line on stderr, status 2.
+"""
 
 import argparse
 import logging
@@ -38,6 +41,11 @@ def build_parser() -> argparse.ArgumentParser:
     plan.add_argument("overrides", nargs="*", metavar="key=value")
     plan.add_argument("--json", action="store_true", help="print the choice and all candidates as JSON")
     plan.add_argument("--all", action="store_true", help="list every candidate and every rejection")
+    calibrate = commands.add_parser(
+        "calibrate", help="measure this machine for better plans", description="Measure this machine; keep the result."
+    )
+    calibrate.add_argument("config", metavar="CONFIG", nargs="?", default="digits_flowgrpo_lora")
+    calibrate.add_argument("--ranks", type=int, help="processes at once (default: one per GPU, one on a CPU)")
     sample = commands.add_parser("sample", help="draw images from a trained run", description="Draw images from a run.")
     sample.add_argument("run", metavar="RUN", type=Path, help="folder of a run (its out_dir)")
     sample.add_argument("--prompt", action="append", required=True, help="may be given several times")
@@ -60,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for chatty in ("bitsandbytes", "diffusers"):  # warn about kernels nobody asked for, and empty lists of modules
         logging.getLogger(chatty).setLevel(logging.ERROR)
     try:
-        return {"train": train, "plan": plan, "sample": sample, "plot": plot}[arguments.command](arguments)
+        return COMMANDS[arguments.command](arguments)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return MISTAKE
@@ -111,6 +119,13 @@ def plan(arguments: argparse.Namespace) -> int:
     return plan_command(arguments.config, arguments.overrides, as_json=arguments.json, show_all=arguments.all)
 
 
+def calibrate(arguments: argparse.Namespace) -> int:
+    """Measure this machine."""
+    from leangrpo.tools.calibrate import calibrate_command
+
+    return calibrate_command(arguments.config, ranks=arguments.ranks)
+
+
 def sample(arguments: argparse.Namespace) -> int:
     """Write PROMPT_00.png, ... and grid.png to --out."""
     from leangrpo.tools.sample import sample_run
@@ -135,6 +150,9 @@ def plot(arguments: argparse.Namespace) -> int:
     plot_runs(arguments.runs, arguments.out)
     print(f"curves: {arguments.out}")
     return 0
+
+
+COMMANDS = {"train": train, "plan": plan, "calibrate": calibrate, "sample": sample, "plot": plot}
 
 
 if __name__ == "__main__":
