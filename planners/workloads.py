@@ -33,6 +33,7 @@ def workload_of(config: Config) -> Workload:
         affine_advantage=advantage.best_of_n is None,
         precision=config.precision,
         optimizer=config.optimizer.name,
+        optimizer_states=config.optimizer.states,
         backend=config.backend,
         shard_ranks=config.shard_ranks,
         ranks_per_prompt=config.ranks_per_prompt,
