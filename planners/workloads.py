@@ -63,7 +63,7 @@ def pins_of(config: Config) -> dict[str, Any]:
 
 def hardware_of(config: Config) -> HardwareSpec:
     """What `config` names, or this machine."""
-    return parse_hardware(config.hardware) if config.hardware else detect_hardware()
+    return parse_hardware(config.hardware) if config.hardware else detect_hardware(device=config.device)
 
 
 def _other_models(config: Config, spec: ModelSpec) -> tuple[OtherModel, ...]:

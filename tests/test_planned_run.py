@@ -46,7 +46,7 @@ def train(out: Path, *overrides: str) -> int:
 
 def detect(monkeypatch: pytest.MonkeyPatch, spec: HardwareSpec) -> None:
     """Let this machine look like `spec`."""
-    monkeypatch.setattr(leangrpo.engine.planning, "detect_hardware", lambda ranks: spec)
+    monkeypatch.setattr(leangrpo.engine.planning, "detect_hardware", lambda ranks, device: spec)
 
 
 def plan_of(run: Path) -> dict[str, Any]:
@@ -185,7 +185,9 @@ def test_a_damaged_plan_loses_no_choice(
 
 def test_other_ranks_choose_again_what_was_not_pinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config("digits_flowgrpo_lora", ["backend=fsdp2"])
-    monkeypatch.setattr(leangrpo.engine.planning, "detect_hardware", lambda ranks: replace(CPU, ranks_per_node=ranks))
+    monkeypatch.setattr(
+        leangrpo.engine.planning, "detect_hardware", lambda ranks, device: replace(CPU, ranks_per_node=ranks)
+    )
     first = choose(config, World(0, 1, 0, 1))
     begun = Begun(vars(first.candidate), first.hardware, {"schedule": "native", "buffer_dtype": "float32"})
     monkeypatch.setattr(World, "broadcast", lambda self, value: value)  # no other process answers

@@ -1,5 +1,6 @@
 """Calibration: of a policy whose speed is known, of two ranks, and that it is kept and used."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 from ranks import run_ranks
 from torch import Tensor, nn
 
+from leangrpo.configs.checks import ConfigError
 from leangrpo.planners import calibrate as calibration
 from leangrpo.planners.calibrate import (
     REPEATS,
@@ -139,6 +141,21 @@ def test_calibration_of_another_version_is_ignored(tmp_path: Path, monkeypatch: 
     before = detect_hardware()
     store(replace(before, flops=1e9)).write_text('{"flops": 1e9}')
     assert detect_hardware() == before
+
+
+@pytest.mark.parametrize(
+    "change", [lambda text: text[:40], lambda text: text.replace(": ", ": -"), lambda text: text.replace(": ", ': "x')]
+)
+def test_a_damaged_calibration_is_named(
+    change: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("leangrpo.planners.hardware._nvidia_gpus", lambda: [])
+    path = store(detect_hardware())
+    detect_hardware()
+    path.write_text(change(path.read_text()))
+    with pytest.raises(ConfigError, match=r"is no calibration .* remove it, or run leangrpo calibrate"):
+        detect_hardware()
 
 
 def test_collectives_of_two_ranks(tmp_path: Path) -> None:
