@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import rank_jobs
 import torch
-from ranks import run_ranks
 from torch import Tensor, nn
 
 from leangrpo.configs.checks import ConfigError
@@ -25,6 +24,7 @@ from leangrpo.planners.calibrate import (
 from leangrpo.planners.costs import STREAM
 from leangrpo.planners.hardware import detect_hardware
 from leangrpo.planners.trace import trace_module
+from leangrpo.tools.launch import on_ranks
 
 
 def policy() -> nn.Module:
@@ -158,8 +158,8 @@ def test_a_damaged_calibration_is_named(
         detect_hardware()
 
 
-def test_collectives_of_two_ranks(tmp_path: Path) -> None:
-    first, second = run_ranks(2, rank_jobs.collective_bandwidths, folder=tmp_path)
+def test_collectives_of_two_ranks() -> None:
+    first, second = on_ranks(2, rank_jobs.collective_bandwidths)
     assert first == second
     assert all(1e6 < bandwidth < 1e12 for bandwidth in first[:2])
     assert 0 < first[2] < 1
