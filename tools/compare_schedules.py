@@ -45,6 +45,7 @@ from leangrpo.tools.gradient_cells import (
     prompts_of,
     reduced_gradients,
 )
+from leangrpo.tools.logs import log_to_stderr
 
 NATIVE_LIMIT = 4.0
 """largest relative L2 error of Native, in units of the epsilon of its arithmetic times the gradient's condition"""
@@ -155,6 +156,7 @@ def parse(argv: Sequence[str] | None) -> tuple[Config, list[Cell], argparse.Name
     form.add_argument("--json", action="store_true")
     form.add_argument("--markdown", action="store_true", help="the table of docs/exactness.md")
     arguments = parser.parse_args(argv)
+    log_to_stderr()
     pinned, others = {}, []
     for text in arguments.overrides:
         key, _, value = text.partition("=")

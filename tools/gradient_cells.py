@@ -26,6 +26,7 @@ from leangrpo.engine.distributed import World, joined
 from leangrpo.engine.prompts import load_prompts, prompts_of_update
 from leangrpo.engine.trainer import Engine, choose_device
 from leangrpo.tools.fixed_trajectory import FixedTrajectory
+from leangrpo.tools.logs import log_to_stderr
 
 EXECUTIONS: dict[str, dict[str, Any]] = {
     "native": {"schedule": "native"},
@@ -139,6 +140,7 @@ def measure(config: Config, cell: Cell, trajectory: FixedTrajectory, world: Worl
 def main(arguments: Sequence[str]) -> int:
     """Measure the cells of a backend; rank 0 writes gradients, and the refused cells with their reasons."""
     folder, backend = Path(arguments[0]), arguments[1]
+    log_to_stderr()
     config = load_config(str(folder / CONFIG_FILE))
     if config.threads is not None:
         torch.set_num_threads(config.threads)
