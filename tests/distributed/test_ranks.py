@@ -13,18 +13,12 @@ from leangrpo.configs.checks import ConfigError
 from leangrpo.configs.ranks import ranks_per_prompt
 from leangrpo.engine.distributed import World
 from leangrpo.engine.prompt_group import PromptGroup
+from leangrpo.tools.gradient_cells import EXECUTIONS
 from leangrpo.tools.launch import on_ranks
 
 pytestmark = pytest.mark.distributed
 
 GEOMETRY: dict[str, Any] = {"prompts_per_update": 4, "group_size": 4, "samples_per_forward": 1}
-SCHEDULES: dict[str, dict[str, Any]] = {
-    "native": {"schedule": "native"},
-    "retain": {"schedule": "retain"},
-    "per_sample": {"schedule": "reweight", "buffers": "per_sample"},
-    "streaming": {"schedule": "reweight", "buffers": "streaming"},
-    "streaming_sharded": {"schedule": "reweight", "buffers": "streaming_sharded"},
-}
 LORA: dict[str, Any] = {"policy": {"weights": "lora"}}
 VARIANTS: dict[str, dict[str, Any]] = {
     "full": {},
@@ -38,7 +32,7 @@ def cases_on(backend: str, residencies: tuple[str, ...], **extra: Any) -> list[d
     return [
         GEOMETRY | variant | schedule | extra | {"backend": backend, "residency": residency}
         for variant in VARIANTS.values()
-        for name, schedule in SCHEDULES.items()
+        for name, schedule in EXECUTIONS.items()
         for residency in residencies
         if backend != "replicated" or name != "streaming_sharded"
     ]
@@ -128,7 +122,7 @@ def test_one_gather_and_one_reduction_per_group_and_update() -> None:
     cases = [
         base | weights | schedule | workload
         for weights in ({}, LORA)
-        for name, schedule in SCHEDULES.items()
+        for name, schedule in EXECUTIONS.items()
         if name != "streaming_sharded"
         for workload in ({}, {"algorithm": {"selected_steps": 1}, "group_size": 8})
     ]
@@ -143,7 +137,7 @@ def test_one_gather_and_one_reduction_per_group_and_update() -> None:
 def test_collectives_of_the_other_choices() -> None:
     base = GEOMETRY | {"backend": "fsdp2", "residency": "resident"}
     cases = [
-        base | SCHEDULES["streaming_sharded"],
+        base | EXECUTIONS["streaming_sharded"],
         base | {"schedule": "native", "sync": "every_group"},
         base | {"schedule": "retain", "sync": "every_backward"},
         GEOMETRY | {"backend": "replicated", "schedule": "retain", "sync": "every_group"},
@@ -168,7 +162,7 @@ def test_hsdp_adds_one_all_reduce_per_group() -> None:
 
 def test_a_failing_reward_leaves_no_rank_waiting() -> None:
     cases = [
-        GEOMETRY | {"backend": backend, "residency": residency} | SCHEDULES[name]
+        GEOMETRY | {"backend": backend, "residency": residency} | EXECUTIONS[name]
         for backend, residency in (("fsdp2", "resharded"), ("fsdp2", "resident"), ("replicated", "resident"))
         for name in ("native", "retain", "per_sample", "streaming")
     ]
