@@ -60,7 +60,9 @@ class Ledger(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         result = operator(*args, **kwargs)
-        works = operator.namespace != "prim" and not operator.is_view  # prim: questions to a fake tensor
+        if operator.namespace == "prim":  # a question to a fake tensor, e.g. for its device; most calls are
+            return result
+        works = not operator.is_view
         self.operators += works
         self.flops += count_flops(operator, args, kwargs, result)
         inputs = list(_tensors((*args, *kwargs.values())))
