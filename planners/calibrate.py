@@ -146,15 +146,15 @@ def fit(terms: Sequence[Sequence[float]], seconds: Sequence[float], *, relative:
     a, y = torch.tensor(terms, dtype=torch.float64), torch.tensor(seconds, dtype=torch.float64)[:, None]
     a, y = (a / y, y / y) if relative else (a, y)
     scale = a.norm(dim=0)
-    kept = list(range(a.shape[1]))
-    while True:
+    kept = [index for index, size in enumerate(scale.tolist()) if size > 0]
+    costs = [0.0] * a.shape[1]
+    while kept:
         found = torch.linalg.lstsq(a[:, kept] / scale[kept], y).solution[:, 0]
         if not (found < 0).any():
+            for index, value in zip(kept, (found / scale[kept]).tolist(), strict=True):
+                costs[index] = value
             break
         del kept[int(found.argmin())]  # a negative cost stands for nothing
-    costs = [0.0] * a.shape[1]
-    for index, value in zip(kept, (found / scale[kept]).tolist(), strict=True):
-        costs[index] = value
     return costs
 
 

@@ -56,7 +56,7 @@ def estimate_memory(
     }
     phases = _phases(candidate, workload, trace, hardware)
     if by_block:
-        for name in ("backward", "correction", "reduction"):
+        for name in ("forward with graph", "backward", "correction", "reduction"):
             phases[name]["gradient_buffers"] = 0
     phase = max(phases, key=lambda name: sum(phases[name].values()))
     held = dict.fromkeys(COMPONENTS, 0) | static | phases[phase]
@@ -84,6 +84,7 @@ def _phases(
     accumulates = _accumulates(candidate, workload, hardware)
     always = {"gathered_parameters": resident, "activations": stored, "gradients": gradient * accumulates}
     # Native and Retain make theirs in the first backward, and it is gone when it has been reduced
+    is_retain = candidate.schedule == "retain"
     exists = candidate.schedule == "reweight" or (layout.rounds > 1 and candidate.sync == "every_update")
     before = always | {"gradient_buffers": int(copies.backward * buffer) * exists, "activations": stored + retained}
     in_pass = {"gathered_parameters": resident or _gathered_in_turn(workload, trace, hardware)}
@@ -96,7 +97,9 @@ def _phases(
         "gathering": always | {"temporaries": flat * (resident > 0 and workload.backend in ("fsdp2", "hsdp"))},
         "encoding, decoding or reward": before | {"temporaries": _of_other_models(candidate, workload)},
         "rollout": before | in_forward | {"activations": batch * trace.rollout_bytes + retained + stored},
-        "forward with graph": in_backward | in_forward | {"activations": graph_so_far + waiting + stored},
+        "forward with graph": (before if is_retain else in_backward)
+        | in_forward
+        | {"activations": graph_so_far + waiting + stored},
         "backward": in_backward
         | in_pass
         | {
