@@ -48,6 +48,12 @@ def _check_sharing(config: Config, ranks: int, sharing: int) -> Iterator[Problem
     """`sharing`: g, ranks that share a prompt."""
     concurrent, share = ranks // sharing, config.group_size // sharing
     prompts, batch = config.prompts_per_update, config.samples_per_forward
+    if config.schedule == "reweight" and config.buffers == "streaming_sharded" and sharing != ranks:
+        text = (
+            f"its sums need all {ranks} ranks on one prompt, but {sharing} share one; use a group_size that {ranks} "
+            "divides, or buffers=streaming"
+        )
+        yield _problem("buffers", config.buffers, text)
     if prompts % concurrent:
         below = prompts // concurrent * concurrent
         nearest = " or ".join(str(number) for number in (below, below + concurrent) if number)
@@ -56,12 +62,6 @@ def _check_sharing(config: Config, ranks: int, sharing: int) -> Iterator[Problem
     if batch != "auto" and share % batch:
         text = f"each rank makes {share} of the group_size={config.group_size} samples; use a divisor of {share}"
         yield _problem("samples_per_forward", batch, text)
-    if config.schedule == "reweight" and config.buffers == "streaming_sharded" and sharing != ranks:
-        text = (
-            f"its sums need all {ranks} ranks on one prompt, but {sharing} share one; use a group_size that {ranks} "
-            "divides, or buffers=streaming"
-        )
-        yield _problem("buffers", config.buffers, text)
 
 
 def _problem(key: str, value: object, text: str) -> Problem:

@@ -194,16 +194,16 @@ class OptimizerConfig:
         Literal["adamw", "adamw_8bit"],
         Field(description="torch's AdamW, or bitsandbytes' AdamW with 8-bit states"),
     ] = "adamw"
-    states: Annotated[
-        Literal["device", "host"],
-        Field(description="where the moments wait between steps; host: two copies per step, less memory in between"),
-    ] = "device"
     learning_rate: Annotated[Positive, Field(description="learning rate, constant")] = 3e-4
     beta1: Annotated[Decay, Field(description="decay of the first moment, per step")] = 0.9
     beta2: Annotated[Decay, Field(description="decay of the second moment, per step")] = 0.999
     epsilon: Annotated[Positive, Field(description="Adam's epsilon")] = 1e-8
     weight_decay: Annotated[NonNegative, Field(description="decoupled weight decay")] = 0.0
     max_grad_norm: Annotated[Positive, Field(description="gradients are clipped to this global L2 norm")] = 1.0
+    states: Annotated[
+        Literal["device", "host"],
+        Field(description="where the moments wait between steps; host: two copies per step, less memory in between"),
+    ] = "device"
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -116,7 +116,7 @@ def hardware_of_run(config: Config, world: World) -> HardwareSpec:
     """The machines of a run: what `config` names, or what rank 0 runs on. ConfigError if the ranks are not as many."""
     if config.hardware is None:
         nodes = world.size // world.local_size
-        spec = detect_hardware(world.local_size)
+        spec = detect_hardware(world.local_size, config.device)
         return dataclasses.replace(spec, nodes=nodes, ranks_per_node=world.local_size)
     spec = parse_hardware(config.hardware)
     if spec.ranks != world.size:

@@ -122,7 +122,7 @@ def _as_config(workload: Workload) -> Config:
         algorithm=AlgorithmConfig(
             selected_steps=workload.selected_steps, beta=float(workload.beta), advantage=advantage
         ),
-        optimizer=OptimizerConfig(name=workload.optimizer),
+        optimizer=OptimizerConfig(name=workload.optimizer, states=workload.optimizer_states),
     )
 
 

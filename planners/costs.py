@@ -8,7 +8,7 @@ reduces: this engine does it when a backward is over.
 
 from dataclasses import dataclass
 
-from leangrpo.planners.memory import WHOLE, local_trainable, shard_ranks
+from leangrpo.planners.memory import WHOLE, local_trainable, shard_ranks, state_bytes, states_on_host
 from leangrpo.planners.types import BYTES, Candidate, HardwareSpec, Layout, PolicyTrace, Workload
 
 STREAM = 0.9  # part of the data-sheet memory bandwidth that streaming kernels sustain
@@ -113,8 +113,9 @@ class Costs:
         return seconds
 
     def optimizer(self) -> float:
-        """Of one step on this rank's shard."""
-        return self.memory(ADAMW_TRAFFIC * self._local_trainable)
+        """Of one step on this rank's shard; states on the host come and go."""
+        moved = 2 * state_bytes(self.workload, self.trace, self.hardware) * states_on_host(self.workload, self.hardware)
+        return self.memory(ADAMW_TRAFFIC * self._local_trainable) + moved / self.hardware.host_bandwidth
 
     def other_models(self, per: str, uses: int) -> float:
         """Of `uses` uses of the frozen models per "prompt" or "sample"; those on the host are fetched once for all."""

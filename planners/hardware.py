@@ -252,20 +252,28 @@ def calibration_file(spec: HardwareSpec) -> Path:
     return cache_folder() / "calibrations" / f"{platform.node()}-{spec.title}.json"
 
 
-def detect_hardware(ranks: int = 1) -> HardwareSpec:
-    """This machine, with all its GPUs, or `ranks` processes that share its CPU; calibrated if it has been."""
-    spec = _detect(ranks)
+def detect_hardware(ranks: int = 1, device: str = "auto") -> HardwareSpec:
+    """This machine, with all its GPUs, or `ranks` processes that share its CPU; calibrated if it has been.
+
+    `device`: "cpu" leaves GPUs out. ConfigError for an unknown GPU, and for a calibration that cannot be read.
+    """
+    spec = _detect(ranks, device)
     path = calibration_file(spec)
     if not path.is_file():
         return spec
-    measured = json.loads(path.read_text(encoding="utf-8"))
-    if set(measured) != set(MEASURED):  # of another version: measured again, or the preset
-        return spec
+    try:
+        measured = json.loads(path.read_text(encoding="utf-8"))
+        if set(measured) != set(MEASURED):  # of another version: measured again, or the preset
+            return spec
+        if not all(value is None or float(value) >= 0 for value in measured.values()):
+            raise ValueError("a value is below 0")
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"{path}: is no calibration ({error}); remove it, or run leangrpo calibrate") from None
     return dataclasses.replace(spec, **measured, source=f"{spec.source}; calibrated")
 
 
-def _detect(ranks: int) -> HardwareSpec:
-    gpus = _nvidia_gpus()
+def _detect(ranks: int, device: str) -> HardwareSpec:
+    gpus = [] if device == "cpu" else _nvidia_gpus()
     if gpus:
         name, memory = gpus[0]
         alike = [spec for spec in PRESETS.values() if _names(spec, name)]

@@ -50,7 +50,7 @@ def estimate_memory(
     models = workload.other_models
     static = {
         "parameters": _sharded_parameters(workload, trace, hardware),
-        "optimizer_states": int(local_trainable(workload, trace, hardware) * STATES[workload.optimizer]),
+        "optimizer_states": 0 if states_on_host(workload, hardware) else state_bytes(workload, trace, hardware),
         "other_models": sum(model.bytes for model in models if model.place == "device")
         + _reference(workload, trace, hardware),
     }
@@ -58,13 +58,14 @@ def estimate_memory(
     if by_block:
         for name in ("forward with graph", "backward", "correction", "reduction"):
             phases[name]["gradient_buffers"] = 0
-    phase = max(phases, key=lambda name: sum(phases[name].values()))
+    phase = max(phases, key=lambda name: sum((static | phases[name]).values()))
     held = dict.fromkeys(COMPONENTS, 0) | static | phases[phase]
     peak = sum(held.values())
     host = sum(model.bytes for model in models if model.place == "host")
     if candidate.buffer_device == "host":
         copies = buffer_copies(candidate, workload, hardware).correction
         host += int(copies * trace.trainable * BYTES[candidate.buffer_dtype])
+    host += state_bytes(workload, trace, hardware) * states_on_host(workload, hardware)
     margin = int(hardware.reserved_bytes + hardware.fragmentation * peak)
     return MemoryEstimate(**held, peak=peak, margin=margin, phase=phase, host=host)
 
@@ -117,9 +118,20 @@ def _phases(
         "optimizer step": {
             "gathered_parameters": resident if whole or workload.backend in WHOLE else 0,
             "gradients": gradient,
+            "optimizer_states": state_bytes(workload, trace, hardware),
             "activations": stored,
         },
     }
+
+
+def state_bytes(workload: Workload, trace: PolicyTrace, hardware: HardwareSpec) -> int:
+    """Of this rank's optimizer states, wherever they are."""
+    return int(local_trainable(workload, trace, hardware) * STATES[workload.optimizer])
+
+
+def states_on_host(workload: Workload, hardware: HardwareSpec) -> bool:
+    """Whether they are out of the device's memory between steps; that of a CPU is the host's."""
+    return workload.optimizer_states == "host" and not hardware.is_cpu
 
 
 def _of_other_models(candidate: Candidate, workload: Workload) -> int:

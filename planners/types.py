@@ -97,6 +97,8 @@ class Workload:
     """False: best-of-n ranks, for example, which running sums cannot express"""
     precision: Literal["float32", "bfloat16"] = "bfloat16"
     optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
+    optimizer_states: Literal["device", "host"] = "device"
+    """where they wait between steps"""
     backend: Backend = "fsdp2"
     shard_ranks: int | None = None
     """hsdp: ranks that share one copy of the parameters; None: those of a node"""

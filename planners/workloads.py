@@ -33,6 +33,7 @@ def workload_of(config: Config) -> Workload:
         affine_advantage=advantage.best_of_n is None,
         precision=config.precision,
         optimizer=config.optimizer.name,
+        optimizer_states=config.optimizer.states,
         backend=config.backend,
         shard_ranks=config.shard_ranks,
         ranks_per_prompt=config.ranks_per_prompt,
@@ -62,7 +63,7 @@ def pins_of(config: Config) -> dict[str, Any]:
 
 def hardware_of(config: Config) -> HardwareSpec:
     """What `config` names, or this machine."""
-    return parse_hardware(config.hardware) if config.hardware else detect_hardware()
+    return parse_hardware(config.hardware) if config.hardware else detect_hardware(device=config.device)
 
 
 def _other_models(config: Config, spec: ModelSpec) -> tuple[OtherModel, ...]:

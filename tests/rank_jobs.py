@@ -142,7 +142,7 @@ def choose_and_train(world: World, configs: list[Config]) -> list[Candidate | st
     Only rank 0 may detect hardware.
     """
 
-    def detect(ranks: int) -> HardwareSpec:
+    def detect(ranks: int, device: str) -> HardwareSpec:
         assert world.rank == 0
         return replace(PRESETS["CPU"], ranks_per_node=ranks)
 

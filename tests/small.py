@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from diffusers import SD3Transformer2DModel
 from torch import Tensor
@@ -17,10 +18,13 @@ from leangrpo.configs.schema import (
     SamplerConfig,
 )
 from leangrpo.engine.distributed import World
+from leangrpo.engine.policies.base import DTYPES
 from leangrpo.engine.policies.digits import DigitsPolicy
 from leangrpo.engine.policies.word_encoder import WordEncoder
 from leangrpo.engine.rewards import RewardFunction, Rewards
+from leangrpo.engine.schedules import Group
 from leangrpo.engine.trainer import Engine
+from leangrpo.tools.float64_reference import StoredStep, advantages_by_hand, float64_policy, reference_gradient
 
 PROMPTS = ["one", "two", "three"]
 
@@ -107,3 +111,32 @@ def move_adapter(engine: Engine) -> None:
         for name, p in sorted(parameters.items())
     }
     engine.backend.load_parameters(moved)
+
+
+def hand_advantages(engine: Engine, rewards: np.ndarray) -> np.ndarray:
+    """The reference's advantages [P, M] of reward terms [P, M, K]."""
+    return advantages_by_hand(rewards, engine.config.algorithm.advantage, engine.rewards.weights)
+
+
+def reference_of(engine: Engine, groups: list[Group], advantages: np.ndarray, *, off_policy: bool = False) -> Tensor:
+    """The float64 reference at the engine's parameters and its stored steps, flat in the order of its parameters."""
+    steps = [
+        StoredStep(
+            slot=slot,
+            prompt=trajectory.prompt,
+            generation=generation,
+            sigma=step.timestep.sigma,
+            sigma_next=step.timestep.sigma_next,
+            latents=step.latents[row : row + 1],
+            next_latents=step.next_latents[row : row + 1],
+            old_log_prob=float(step.log_prob_B[row]),
+        )
+        for slot, group in enumerate(groups)
+        for trajectory in group.trajectories
+        for row, generation in enumerate(trajectory.generations)
+        for step in trajectory.selected
+    ]
+    parameters = engine.backend.full_parameters()
+    policy = float64_policy(small_policy(engine.config), parameters, DTYPES[engine.config.precision])
+    gradients = reference_gradient(policy, engine.config, steps, advantages, off_policy=off_policy).gradients
+    return torch.cat([gradients[name].flatten() for name in parameters])

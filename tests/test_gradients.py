@@ -25,7 +25,7 @@ class Collector(ShardingBackend):
     def step(self) -> float:
         raise AssertionError
 
-    full_parameters = load_parameters = save = load = drift = step  # type: ignore[assignment]
+    owned = full_parameters = full_gradients = load_parameters = save = load = drift = step  # type: ignore[assignment]
 
 
 def accounting(

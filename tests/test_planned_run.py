@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import rank_jobs
 import torch
-from ranks import run_ranks
 from safetensors.torch import load_file
 from small import small_config, small_policy
 
@@ -25,6 +24,7 @@ from leangrpo.planners.hardware import PRESETS
 from leangrpo.planners.types import HardwareSpec
 from leangrpo.planners.workloads import trace_of, workload_of
 from leangrpo.tools.cli import main
+from leangrpo.tools.launch import on_ranks
 
 SMALL = [
     "updates=3",
@@ -46,7 +46,7 @@ def train(out: Path, *overrides: str) -> int:
 
 def detect(monkeypatch: pytest.MonkeyPatch, spec: HardwareSpec) -> None:
     """Let this machine look like `spec`."""
-    monkeypatch.setattr(leangrpo.engine.planning, "detect_hardware", lambda ranks: spec)
+    monkeypatch.setattr(leangrpo.engine.planning, "detect_hardware", lambda ranks, device: spec)
 
 
 def plan_of(run: Path) -> dict[str, Any]:
@@ -183,9 +183,11 @@ def test_a_damaged_plan_loses_no_choice(
     assert plan_of(run)["hardware"]["operator_seconds"] == 1.0
 
 
-def test_other_ranks_choose_again_what_was_not_pinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_ranks_choose_again_what_was_not_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config("digits_flowgrpo_lora", ["backend=fsdp2"])
-    monkeypatch.setattr(leangrpo.engine.planning, "detect_hardware", lambda ranks: replace(CPU, ranks_per_node=ranks))
+    monkeypatch.setattr(
+        leangrpo.engine.planning, "detect_hardware", lambda ranks, device: replace(CPU, ranks_per_node=ranks)
+    )
     first = choose(config, World(0, 1, 0, 1))
     begun = Begun(vars(first.candidate), first.hardware, {"schedule": "native", "buffer_dtype": "float32"})
     monkeypatch.setattr(World, "broadcast", lambda self, value: value)  # no other process answers
@@ -224,11 +226,11 @@ def test_a_policy_in_memory_is_planned_as_its_configuration(weights: str) -> Non
 
 
 @pytest.mark.distributed
-def test_all_ranks_follow_the_plan_of_rank_0(tmp_path: Path) -> None:
+def test_all_ranks_follow_the_plan_of_rank_0() -> None:
     base = ["prompts_per_update=2", "group_size=4"]
     cases = (["backend=fsdp2"], ["backend=replicated"], ["backend=fsdp2", "buffer_dtype=bfloat16"])
     configs = [load_config("digits_flowgrpo_lora", [*base, *case]) for case in cases]
-    first, second = run_ranks(2, rank_jobs.choose_and_train, configs, folder=tmp_path)
+    first, second = on_ranks(2, rank_jobs.choose_and_train, configs)
     assert first == second
     assert all(candidate.samples_per_forward == 2 for candidate in first[:2])
     assert first[2].startswith("buffer_dtype=bfloat16: nothing can be executed")

@@ -1,14 +1,15 @@
 """Calibration: of a policy whose speed is known, of two ranks, and that it is kept and used."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import rank_jobs
 import torch
-from ranks import run_ranks
 from torch import Tensor, nn
 
+from leangrpo.configs.checks import ConfigError
 from leangrpo.planners import calibrate as calibration
 from leangrpo.planners.calibrate import (
     REPEATS,
@@ -23,6 +24,7 @@ from leangrpo.planners.calibrate import (
 from leangrpo.planners.costs import STREAM
 from leangrpo.planners.hardware import detect_hardware
 from leangrpo.planners.trace import trace_module
+from leangrpo.tools.launch import on_ranks
 
 
 def policy() -> nn.Module:
@@ -141,8 +143,23 @@ def test_calibration_of_another_version_is_ignored(tmp_path: Path, monkeypatch: 
     assert detect_hardware() == before
 
 
-def test_collectives_of_two_ranks(tmp_path: Path) -> None:
-    first, second = run_ranks(2, rank_jobs.collective_bandwidths, folder=tmp_path)
+@pytest.mark.parametrize(
+    "change", [lambda text: text[:40], lambda text: text.replace(": ", ": -"), lambda text: text.replace(": ", ': "x')]
+)
+def test_a_damaged_calibration_is_named(
+    change: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("leangrpo.planners.hardware._nvidia_gpus", lambda: [])
+    path = store(detect_hardware())
+    detect_hardware()
+    path.write_text(change(path.read_text()))
+    with pytest.raises(ConfigError, match=r"is no calibration .* remove it, or run leangrpo calibrate"):
+        detect_hardware()
+
+
+def test_collectives_of_two_ranks() -> None:
+    first, second = on_ranks(2, rank_jobs.collective_bandwidths)
     assert first == second
     assert all(1e6 < bandwidth < 1e12 for bandwidth in first[:2])
     assert 0 < first[2] < 1

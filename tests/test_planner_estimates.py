@@ -87,6 +87,22 @@ def test_retain_holds_every_selected_step_of_a_group() -> None:
     assert waiting.activations - native.activations + means == (5 * 2 * 4 - 1) * graph
 
 
+def test_states_on_the_host_are_on_the_device_during_the_step_only() -> None:
+    """Native with every backward reduced: 2 TB of states less in the backward, over the bus and back in the step."""
+    waiting, states = replace(SEVERAL, optimizer_states="host"), 8 * 4.1e9 / 8
+    base, hosted = (estimate_memory(candidate(), one, round_trace(), SPEC) for one in (SEVERAL, waiting))
+    assert hosted.phase == base.phase == "backward"
+    assert (hosted.optimizer_states, hosted.peak, hosted.host) == (0, base.peak - states, base.host + states)
+    two = replace(SPEC, ranks_per_node=2)
+    small = round_trace(peak_bytes=(0,) * 5, saved_bytes=(0,) * 5, fixed_bytes=(0,) * 5)
+    stepping = estimate_memory(candidate(), waiting, small, two)
+    assert (stepping.phase, stepping.optimizer_states) == ("optimizer step", 8 * 4.1e9 / 2)
+    here, there = (Costs(candidate(), one, round_trace(), SPEC).optimizer() for one in (SEVERAL, waiting))
+    assert there - here == pytest.approx(2 * states / SPEC.host_bandwidth)
+    cpu = replace(parse_hardware("8xCPU"), operator_seconds=0.0)
+    assert estimate_memory(candidate(), waiting, round_trace(), cpu).optimizer_states == states  # the same memory
+
+
 def test_residency_optimizer_and_host() -> None:
     base = estimate_memory(candidate(), SEVERAL, round_trace(), SPEC)
     resident = estimate_memory(candidate(residency="resident"), SEVERAL, round_trace(), SPEC)

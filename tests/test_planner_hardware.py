@@ -69,6 +69,7 @@ def test_this_machine_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_this_machine_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "_nvidia_gpus", lambda: [("NVIDIA A100-SXM4-40GB", 40 * GIB)] * 4)
     assert (detect_hardware().name, detect_hardware().ranks) == ("A100-40GB", 4)
+    assert (detect_hardware(2, "cpu").name, detect_hardware(2, "cpu").ranks) == ("CPU", 2)
     monkeypatch.setattr(hardware, "_nvidia_gpus", lambda: [("NVIDIA RTX A6000", 48 * GIB)])
     assert detect_hardware().name == "A6000-48GB"
     monkeypatch.setattr(hardware, "_nvidia_gpus", lambda: [("Quadro 1", GIB)])

@@ -13,6 +13,7 @@ from leangrpo.configs.checks import ConfigError, check_trainable
 from leangrpo.configs.help import describe_keys
 from leangrpo.configs.loader import load_config
 from leangrpo.configs.ranks import check_world_size
+from leangrpo.tools.logs import log_to_stderr
 
 MISTAKE, FAILED, INTERRUPTED = 2, 1, 130
 
@@ -63,10 +64,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; the exit status is 0, 1 when training failed, 2 for a mistake of the user, 130 after Ctrl-C."""
     arguments = build_parser().parse_args(argv)
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-    logging.getLogger("leangrpo").setLevel(logging.INFO)
-    for chatty in ("bitsandbytes", "diffusers"):  # warn about kernels nobody asked for, and empty lists of modules
-        logging.getLogger(chatty).setLevel(logging.ERROR)
+    log_to_stderr()
     try:
         return COMMANDS[arguments.command](arguments)
     except ConfigError as error:

@@ -23,6 +23,7 @@ from leangrpo.engine.distributed import World, joined
 from leangrpo.engine.planning import choose
 from leangrpo.engine.prompts import load_prompts, prompts_of_update
 from leangrpo.engine.trainer import Engine, choose_device
+from leangrpo.tools.logs import log_to_stderr
 
 KINDS = {
     "_allgather_base_": "all_gather",
@@ -142,6 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args(argv)
+    log_to_stderr()
     try:
         config = load_config(arguments.config, arguments.overrides)
         world = World.from_environment()

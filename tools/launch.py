@@ -11,6 +11,7 @@ import torch
 from torch.multiprocessing.spawn import spawn
 
 from leangrpo.engine.distributed import World, joined
+from leangrpo.tools.logs import log_to_stderr
 
 TIMEOUT = 600
 """seconds without an answer from another rank"""
@@ -30,6 +31,7 @@ def _rank(
     rank: int, size: int, port: int, function: Callable[..., Any], args: tuple[Any, ...], device: str, folder: Path
 ) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(size)}
+    log_to_stderr()
     torch.set_num_threads(1)
     world = World(rank, size, rank, size)
     with joined(world, torch.device(device), always=True, timeout_seconds=TIMEOUT):

@@ -29,6 +29,7 @@ from leangrpo.engine.timeline import PNG, Sample, save_timeline, thin
 from leangrpo.engine.trainer import Engine, choose_device
 from leangrpo.planners.memory import COMPONENTS
 from leangrpo.planners.types import MemoryEstimate
+from leangrpo.tools.logs import log_to_stderr
 
 MB = 1e6
 SLICES = 2000
@@ -159,6 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, metavar="DIR", help="write memory.png and memory.json there")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     arguments = parser.parse_args(argv)
+    log_to_stderr()
     try:
         config = load_config(arguments.config, arguments.overrides)
         world = World.from_environment()

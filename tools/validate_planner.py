@@ -29,6 +29,7 @@ from leangrpo.planners.types import Candidate, Estimate, HardwareSpec
 from leangrpo.planners.workloads import workload_of
 from leangrpo.tools.calibrate import calibrate_machine
 from leangrpo.tools.launch import on_ranks
+from leangrpo.tools.logs import log_to_stderr
 from leangrpo.tools.validation_grid import GRID, PROMPTS, QUICK, Case, measured_candidates
 from leangrpo.tools.validation_report import describe, summarise
 
@@ -39,6 +40,7 @@ UNLIMITED = 10**12  # bytes
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure what is missing in --out, then report all that is there; 1 if a criterion is missed."""
     arguments = parse(argv)
+    log_to_stderr()
     stored = json.loads(arguments.out.read_text(encoding="utf-8")) if arguments.out.is_file() else {"cases": {}}
     chosen = [
         case for case in (QUICK if arguments.quick else GRID) if not arguments.only or case.name in arguments.only

@@ -45,6 +45,10 @@ class ShardingBackend(ABC):
         """Sum the rank-local flat gradient [N] over the ranks into what `step` will use; adds up over calls."""
 
     @abstractmethod
+    def full_gradients(self) -> dict[str, Tensor]:
+        """What `step` would use: the reduced gradients before the clip, whole, in float32, by name."""
+
+    @abstractmethod
     def step(self) -> float:
         """Clip, step, and return the global gradient norm before clipping.
 

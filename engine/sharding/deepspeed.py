@@ -115,6 +115,11 @@ class DeepSpeedZero(ShardingBackend):
                 parameter.data = before
                 parameter.grad_dtype = before.dtype
 
+    def full_gradients(self) -> dict[str, Tensor]:
+        from deepspeed.utils import safe_get_full_grad
+
+        return {name: safe_get_full_grad(p).detach() for name, p in zip(self.names, self.parameters, strict=True)}
+
     def step(self) -> float:
         self.engine.step()
         norm = float(self.engine.get_global_grad_norm())

@@ -182,6 +182,14 @@ class FSDP2(ShardingBackend, ShardedSums):
         for group, received in zip(self.groups, shards, strict=True) if shards else ():
             group.add_gradients(received)
 
+    def full_gradients(self) -> dict[str, Tensor]:
+        gradients = {}
+        for parameter in self._sharded():
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            assert isinstance(gradient, DTensor)
+            gradients[self.names[id(parameter)]] = gradient.full_tensor().detach()
+        return gradients
+
     @torch.no_grad()
     def step(self) -> float:
         # [Note: reshard before the step] Clip and optimizer work on the sharded parameters. A module that is still

@@ -34,10 +34,10 @@ class HostStates:
             self.away.append((storage, host))
 
     def _fetch(self, *_: Any) -> None:
-        for storage, host in self.away:
+        while self.away:  # one by one: on a CPU both copies are in the same memory
+            storage, host = self.away.pop()
             storage.resize_(host.numel())
             _bytes(storage).copy_(host, non_blocking=True)
-        self.away.clear()
 
     def loaded(self) -> None:
         """After the optimizer has taken over other states."""

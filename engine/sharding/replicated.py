@@ -58,13 +58,15 @@ class Replicated(ShardingBackend):
             torch.distributed.all_reduce(summed)
         self.gradient = summed.float() if self.gradient is None else self.gradient.add_(summed)
 
+    def full_gradients(self) -> dict[str, Tensor]:
+        assert self.gradient is not None, "no gradient was reduced"
+        pieces = self.gradient.split([master.numel() for master in self.masters])
+        return {n: piece.view_as(m) for n, piece, m in zip(self.names, pieces, self.masters, strict=True)}
+
     @torch.no_grad()
     def step(self) -> float:
-        assert self.gradient is not None, "no gradient was reduced"
-        start = 0
-        for master in self.masters:
-            master.grad = self.gradient[start : start + master.numel()].view_as(master)
-            start += master.numel()
+        for master, gradient in zip(self.masters, self.full_gradients().values(), strict=True):
+            master.grad = gradient
         norm = torch.nn.utils.clip_grad_norm_(self.masters, self.max_grad_norm)
         self.gradient = None
         if norm.isfinite():

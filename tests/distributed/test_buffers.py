@@ -1,10 +1,9 @@
 """What gradient buffers take on each of two ranks, as the group grows: the promise of the running sums, measured."""
 
-from pathlib import Path
-
 import pytest
 import rank_jobs
-from ranks import run_ranks
+
+from leangrpo.tools.launch import on_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -13,7 +12,7 @@ UPDATES = ((1, 1), (2, 1), (4, 1), (8, 1), (8, 2))
 FORMS = ("streaming", "streaming_sharded", "per_sample")
 
 
-def test_running_sums_are_constant_and_one_buffer_per_sample_grows(tmp_path: Path) -> None:
+def test_running_sums_are_constant_and_one_buffer_per_sample_grows() -> None:
     cases = [
         {
             "backend": "fsdp2",
@@ -27,7 +26,7 @@ def test_running_sums_are_constant_and_one_buffer_per_sample_grows(tmp_path: Pat
         for buffers in FORMS
         for samples, prompts in UPDATES
     ]
-    for copies in run_ranks(2, rank_jobs.gradient_buffers, cases, folder=tmp_path):
+    for copies in on_ranks(2, rank_jobs.gradient_buffers, cases):
         streaming, sharded, per_sample = (copies[first : first + len(UPDATES)] for first in (0, 5, 10))
         assert streaming == [4] * len(UPDATES)  # one sample, sums 0 and 1, the total
         assert sharded == [2] * len(UPDATES)  # one sample, half of sums 0 and 1 each

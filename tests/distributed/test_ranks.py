@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import rank_jobs
 import torch
-from ranks import run_ranks
 from small import small_config, small_engine
 from torch import Tensor
 
@@ -14,6 +13,7 @@ from leangrpo.configs.checks import ConfigError
 from leangrpo.configs.ranks import ranks_per_prompt
 from leangrpo.engine.distributed import World
 from leangrpo.engine.prompt_group import PromptGroup
+from leangrpo.tools.launch import on_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -53,13 +53,13 @@ def distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     return sum(float((a[name].double() - b[name].double()).square().sum()) for name in a) ** 0.5
 
 
-def assert_same_updates(ranks: int, cases: list[dict[str, Any]], folder: Path) -> None:
+def assert_same_updates(ranks: int, cases: list[dict[str, Any]]) -> None:
     expected: dict[str, rank_jobs.Outcome] = {}
     for case in cases:
         key = repr(on_one_process(case))
         if key not in expected:
             expected[key] = rank_jobs.train(World(), [on_one_process(case)])[0]
-    results = run_ranks(ranks, rank_jobs.train, cases, folder=folder)
+    results = on_ranks(ranks, rank_jobs.train, cases)
     for index, case in enumerate(cases):
         parameters, metrics = expected[repr(on_one_process(case))]
         start = small_engine(small_config(**on_one_process(case))).backend.full_parameters()
@@ -70,31 +70,31 @@ def assert_same_updates(ranks: int, cases: list[dict[str, Any]], folder: Path) -
             assert my_metrics.samples == 16
 
 
-def test_two_ranks_make_the_update_of_one_process(tmp_path: Path) -> None:
+def test_two_ranks_make_the_update_of_one_process() -> None:
     """A selection that meets every schedule, backend, residency and variant; all combinations are in the slow tests."""
     cases = cases_on("fsdp2", ("resident",))
     chosen = (
         cases[:5] + cases[5::4] + cases_on("replicated", ("resident",))[::5] + cases_on("fsdp2", ("resharded",))[3::5]
     )
-    assert_same_updates(2, chosen, tmp_path)
+    assert_same_updates(2, chosen)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["replicated", "fsdp2"])
-def test_two_ranks_make_the_update_of_one_process_in_every_combination(backend: str, tmp_path: Path) -> None:
+def test_two_ranks_make_the_update_of_one_process_in_every_combination(backend: str) -> None:
     residencies = ("resident",) if backend == "replicated" else ("resident", "resharded")
-    assert_same_updates(2, cases_on(backend, residencies), tmp_path)
+    assert_same_updates(2, cases_on(backend, residencies))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["replicated", "fsdp2", "hsdp"])
-def test_four_ranks_make_the_update_of_one_process(backend: str, tmp_path: Path) -> None:
+def test_four_ranks_make_the_update_of_one_process(backend: str) -> None:
     residencies = ("resident",) if backend == "replicated" else ("resident", "resharded")
     extra = {"shard_ranks": 2} if backend == "hsdp" else {}
-    assert_same_updates(4, cases_on(backend, residencies, **extra), tmp_path)
+    assert_same_updates(4, cases_on(backend, residencies, **extra))
 
 
-def test_retain_is_native_to_the_bit_on_two_ranks(tmp_path: Path) -> None:
+def test_retain_is_native_to_the_bit_on_two_ranks() -> None:
     cases = [
         GEOMETRY | variant | {"backend": backend, "schedule": schedule, "sync": sync, "residency": residency}
         for backend, residency, variant in (
@@ -105,25 +105,25 @@ def test_retain_is_native_to_the_bit_on_two_ranks(tmp_path: Path) -> None:
         for sync in ("every_update", "every_group", "every_backward")
         for schedule in ("native", "retain")
     ]
-    for outcomes in run_ranks(2, rank_jobs.train, cases, 2, folder=tmp_path):
+    for outcomes in on_ranks(2, rank_jobs.train, cases, 2):
         for (native, _), (retain, _) in zip(outcomes[::2], outcomes[1::2], strict=True):
             assert all(torch.equal(native[name], retain[name]) for name in native)
 
 
-def test_trajectories_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
+def test_trajectories_do_not_depend_on_the_number_of_ranks() -> None:
     case = GEOMETRY | {"backend": "replicated", "schedule": "native"}
     alone = rank_jobs.samples(World(), case)
     for ranks, extra in ((2, {}), (2, {"ranks_per_prompt": 1}), (4, {"group_size": 6})):
         expected = alone if "group_size" not in extra else rank_jobs.samples(World(), case | extra)
         drawn: dict[tuple[int, int], Tensor] = {}
-        for part in run_ranks(ranks, rank_jobs.samples, case | extra, folder=tmp_path):
+        for part in on_ranks(ranks, rank_jobs.samples, case | extra):
             assert not drawn.keys() & part.keys()
             drawn |= part
         assert drawn.keys() == expected.keys()
         assert all(torch.equal(drawn[key], expected[key]) for key in expected)
 
 
-def test_one_gather_and_one_reduction_per_group_and_update(tmp_path: Path) -> None:
+def test_one_gather_and_one_reduction_per_group_and_update() -> None:
     base = GEOMETRY | {"backend": "fsdp2", "residency": "resident"}
     cases = [
         base | weights | schedule | workload
@@ -132,7 +132,7 @@ def test_one_gather_and_one_reduction_per_group_and_update(tmp_path: Path) -> No
         if name != "streaming_sharded"
         for workload in ({}, {"algorithm": {"selected_steps": 1}, "group_size": 8})
     ]
-    results = run_ranks(2, rank_jobs.collectives, cases, folder=tmp_path)
+    results = on_ranks(2, rank_jobs.collectives, cases)
     assert results[0] == results[1]
     for case, counted in zip(cases, results[0], strict=True):
         assert counted["all_gather"] == counted["parameter_groups"] == 3
@@ -140,7 +140,7 @@ def test_one_gather_and_one_reduction_per_group_and_update(tmp_path: Path) -> No
         assert counted["all_reduce"] == 0 and "backward" not in counted["phases"]
 
 
-def test_collectives_of_the_other_choices(tmp_path: Path) -> None:
+def test_collectives_of_the_other_choices() -> None:
     base = GEOMETRY | {"backend": "fsdp2", "residency": "resident"}
     cases = [
         base | SCHEDULES["streaming_sharded"],
@@ -148,7 +148,7 @@ def test_collectives_of_the_other_choices(tmp_path: Path) -> None:
         base | {"schedule": "retain", "sync": "every_backward"},
         GEOMETRY | {"backend": "replicated", "schedule": "retain", "sync": "every_group"},
     ]
-    sharded, group, backward, replicated = run_ranks(2, rank_jobs.collectives, cases, folder=tmp_path)[0]
+    sharded, group, backward, replicated = on_ranks(2, rank_jobs.collectives, cases)[0]
     groups, prompts, rounds, steps = 3, 4, 2, 4
     assert sharded["reduce_scatter"] == 2 * groups * prompts * rounds
     assert group["reduce_scatter"] == groups * prompts
@@ -156,9 +156,9 @@ def test_collectives_of_the_other_choices(tmp_path: Path) -> None:
     assert replicated["all_reduce"] == prompts
 
 
-def test_hsdp_adds_one_all_reduce_per_group(tmp_path: Path) -> None:
+def test_hsdp_adds_one_all_reduce_per_group() -> None:
     case = GEOMETRY | {"backend": "hsdp", "shard_ranks": 2, "schedule": "reweight"}
-    results = run_ranks(4, rank_jobs.collectives, [case], folder=tmp_path)
+    results = on_ranks(4, rank_jobs.collectives, [case])
     assert all(result == results[0] for result in results)
     counted = results[0][0]
     assert counted["all_gather"] == counted["reduce_scatter"] == counted["all_reduce"] == 3
@@ -166,23 +166,23 @@ def test_hsdp_adds_one_all_reduce_per_group(tmp_path: Path) -> None:
     assert reduced["bytes"] == pytest.approx(scattered["bytes"] / 2, rel=0.05)  # of the shard only
 
 
-def test_a_failing_reward_leaves_no_rank_waiting(tmp_path: Path) -> None:
+def test_a_failing_reward_leaves_no_rank_waiting() -> None:
     cases = [
         GEOMETRY | {"backend": backend, "residency": residency} | SCHEDULES[name]
         for backend, residency in (("fsdp2", "resharded"), ("fsdp2", "resident"), ("replicated", "resident"))
         for name in ("native", "retain", "per_sample", "streaming")
     ]
-    results = run_ranks(2, rank_jobs.with_failing_reward, cases, folder=tmp_path)
+    results = on_ranks(2, rank_jobs.with_failing_reward, cases)
     for (metrics, counted), (other_metrics, other_counted) in zip(*results, strict=True):
         assert metrics == other_metrics and counted == other_counted
         assert metrics.dropped_samples == 2 and metrics.flat_groups == 1 and metrics.grad_norm > 0
 
 
 @pytest.mark.parametrize("residency", ["resident", "resharded"])
-def test_the_forward_after_a_step_uses_the_new_weights(residency: str, tmp_path: Path) -> None:
+def test_the_forward_after_a_step_uses_the_new_weights(residency: str) -> None:
     """Without the reshard before the step the root would train on, silently, with its old weights."""
     case = GEOMETRY | {"backend": "fsdp2", "residency": residency, "schedule": "reweight"}
-    for differences in run_ranks(2, rank_jobs.stale_weights, case, folder=tmp_path):
+    for differences in on_ranks(2, rank_jobs.stale_weights, case):
         assert max(differences) < 1e-6
 
 
@@ -193,16 +193,16 @@ def test_resume_to_the_bit_and_on_another_number_of_ranks(weights: str, tmp_path
     saved = tmp_path / "saved"
     saved.mkdir()
     on_host = case | {"optimizer": {"states": "host"}}
-    whole = run_ranks(2, rank_jobs.run_and_save, on_host, saved, folder=tmp_path)[0]
-    resumed = run_ranks(2, rank_jobs.resume, case, saved, folder=tmp_path)[0]
+    whole = on_ranks(2, rank_jobs.run_and_save, on_host, saved)[0]
+    resumed = on_ranks(2, rank_jobs.resume, case, saved)[0]
     assert all(torch.equal(whole[key], resumed[key]) for key in whole)
-    one_rank = run_ranks(1, rank_jobs.resume, on_host, saved, folder=tmp_path)[0]
+    one_rank = on_ranks(1, rank_jobs.resume, on_host, saved)[0]
     start = small_engine(small_config(**on_one_process(case))).backend.full_parameters()
     assert distance(one_rank, whole) < 1e-4 * distance(start, whole)
 
 
-def test_ranks_that_drift_apart_are_found(tmp_path: Path) -> None:
-    for reports in run_ranks(2, rank_jobs.drift, GEOMETRY | {"backend": "replicated"}, folder=tmp_path):
+def test_ranks_that_drift_apart_are_found() -> None:
+    for reports in on_ranks(2, rank_jobs.drift, GEOMETRY | {"backend": "replicated"}):
         assert reports[0] == "" and reports[1] != ""
 
 

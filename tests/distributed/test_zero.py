@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import zero_ranks
-from ranks import run_ranks
 from zero_ranks import CASES, REWARDS, SCHEDULES, Parameters, config_for
 
 from leangrpo.engine.distributed import World
+from leangrpo.tools.launch import on_ranks
 
 pytestmark = pytest.mark.distributed
 BACKENDS = ("zero1", "zero2", "zero3")
@@ -33,7 +33,7 @@ def backend(request: pytest.FixtureRequest) -> str:
 def ranks(backend: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What both ranks report."""
     folder = tmp_path_factory.mktemp(backend)
-    return run_ranks(2, zero_ranks.everything, backend, folder, folder=folder)
+    return on_ranks(2, zero_ranks.everything, backend, folder)
 
 
 @pytest.fixture(scope="module")
@@ -167,9 +167,9 @@ def test_only_stage_3_replaces_the_linear_of_the_process(ranks: list[dict[str, A
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
-def test_agrees_one_by_one_and_on_four_ranks(backend: str, size: int, single: dict[str, Any], tmp_path: Path) -> None:
+def test_agrees_one_by_one_and_on_four_ranks(backend: str, size: int, single: dict[str, Any]) -> None:
     expected = zero_ranks.updates_of(World(), "replicated", 1)
-    for results in run_ranks(size, zero_ranks.updates_of, backend, 1, folder=tmp_path):
+    for results in on_ranks(size, zero_ranks.updates_of, backend, 1):
         for name, parameters in results.items():
             assert error(parameters, expected[name], single[name.split(",")[0]]) <= 1e-4, name
 
@@ -177,6 +177,6 @@ def test_agrees_one_by_one_and_on_four_ranks(backend: str, size: int, single: di
 @pytest.mark.slow
 def test_8_bit_optimizer_trains_and_resumes_to_the_bit(backend: str, tmp_path: Path) -> None:
     """Its blocks lie differently in a partition than in a parameter, so one process is not the measure."""
-    for result in run_ranks(2, zero_ranks.resume_8bit, backend, tmp_path / "checkpoint", folder=tmp_path):
+    for result in on_ranks(2, zero_ranks.resume_8bit, backend, tmp_path / "checkpoint"):
         assert equal(result["loaded"], result["saved"])
         assert equal(result["resumed"], result["ended"]) and not equal(result["ended"], result["saved"])
