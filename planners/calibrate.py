@@ -131,8 +131,8 @@ def measure_added(modules: Sequence[nn.Module], inputs: Inputs, *, dtype: Litera
             extra = seconds_of_checkpointing(module, inputs(batch)) - alone - more - alone
             hooks.append(([len(trace.blocks), operators[0]], extra))
     forward, backward = (fit(*one) for one in zip(terms, seconds, strict=True))
-    told = [one for one in hooks if one[1] > 0]  # else smaller than what clocks can tell
-    per_block, per_operator = fit(*zip(*told, strict=True)) if told else (0.0, 0.0)
+    # of differences between long times, which would lose their weight in relative errors of the smallest
+    per_block, per_operator = fit(*zip(*hooks, strict=True), relative=False)
     # a term that measures as nothing is a rate so high that it does not show
     return (
         Rates(1 / max(forward[1], 1e-15), forward[0], 1 / max(forward[2], 1e-15)),
@@ -141,19 +141,20 @@ def measure_added(modules: Sequence[nn.Module], inputs: Inputs, *, dtype: Litera
     )
 
 
-def fit(terms: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
-    """Costs >= 0 per unit of every term, by least squares of relative errors."""
-    a = torch.tensor(terms, dtype=torch.float64) / torch.tensor(seconds, dtype=torch.float64)[:, None]
+def fit(terms: Sequence[Sequence[float]], seconds: Sequence[float], *, relative: bool = True) -> list[float]:
+    """Costs >= 0 per unit of every term, by least squares of errors, relative ones by default."""
+    a, y = torch.tensor(terms, dtype=torch.float64), torch.tensor(seconds, dtype=torch.float64)[:, None]
+    a, y = (a / y, y / y) if relative else (a, y)
     scale = a.norm(dim=0)
-    kept = list(range(a.shape[1]))
-    while True:
-        found = torch.linalg.lstsq(a[:, kept] / scale[kept], torch.ones(len(a), 1, dtype=torch.float64)).solution[:, 0]
+    kept = [index for index, size in enumerate(scale.tolist()) if size > 0]
+    costs = [0.0] * a.shape[1]
+    while kept:
+        found = torch.linalg.lstsq(a[:, kept] / scale[kept], y).solution[:, 0]
         if not (found < 0).any():
+            for index, value in zip(kept, (found / scale[kept]).tolist(), strict=True):
+                costs[index] = value
             break
         del kept[int(found.argmin())]  # a negative cost stands for nothing
-    costs = [0.0] * a.shape[1]
-    for index, value in zip(kept, (found / scale[kept]).tolist(), strict=True):
-        costs[index] = value
     return costs
 
 

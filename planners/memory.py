@@ -56,7 +56,7 @@ def estimate_memory(
     }
     phases = _phases(candidate, workload, trace, hardware)
     if by_block:
-        for name in ("backward", "correction", "reduction"):
+        for name in ("forward with graph", "backward", "correction", "reduction"):
             phases[name]["gradient_buffers"] = 0
     phase = max(phases, key=lambda name: sum((static | phases[name]).values()))
     held = dict.fromkeys(COMPONENTS, 0) | static | phases[phase]
@@ -85,22 +85,27 @@ def _phases(
     accumulates = _accumulates(candidate, workload, hardware)
     always = {"gathered_parameters": resident, "activations": stored, "gradients": gradient * accumulates}
     # Native and Retain make theirs in the first backward, and it is gone when it has been reduced
+    is_retain = candidate.schedule == "retain"
     exists = candidate.schedule == "reweight" or (layout.rounds > 1 and candidate.sync == "every_update")
     before = always | {"gradient_buffers": int(copies.backward * buffer) * exists, "activations": stored + retained}
     in_pass = {"gathered_parameters": resident or _gathered_in_turn(workload, trace, hardware)}
-    one_step = _one_step(candidate, workload, trace)
-    flat = _largest_group(trace) * BYTES[workload.precision]
+    in_backward = {"gradients": gradient * accumulates, "gradient_buffers": int(copies.backward * buffer)}
+    flat, resharded = _largest_group(trace) * BYTES[workload.precision], not whole and not resident
+    # FSDP2 keeps the flat buffer of a forward's all-gather until the next one is unpacked; a backward does not
+    in_forward = in_pass | {"temporaries": flat * resharded}
+    graph_so_far = int(_graph(candidate, trace) * _share_until_largest_pair(trace))
     return {
         "gathering": always | {"temporaries": flat * (resident > 0 and workload.backend in ("fsdp2", "hsdp"))},
         "encoding, decoding or reward": before | {"temporaries": _of_other_models(candidate, workload)},
-        "rollout": before | in_pass | {"activations": batch * trace.rollout_bytes + retained + stored},
-        "backward": {
-            "gathered_parameters": resident
-            or _gathered_in_turn(workload, trace, hardware, at_end=not _k(candidate, trace)),
-            "gradients": gradient * accumulates,
-            "gradient_buffers": int(copies.backward * buffer),
-            "activations": one_step + waiting + stored,
-            "temporaries": _backward_temporaries(candidate, workload, trace, hardware, resident),
+        "rollout": before | in_forward | {"activations": batch * trace.rollout_bytes + retained + stored},
+        "forward with graph": (before if is_retain else in_backward)
+        | in_forward
+        | {"activations": graph_so_far + waiting + stored},
+        "backward": in_backward
+        | in_pass
+        | {
+            "activations": _one_step(candidate, workload, trace) + waiting + stored,
+            "temporaries": trace.gradient_bytes,
         },
         "correction": always | {"gradient_buffers": int(copies.correction * buffer)},
         "reduction": {
@@ -200,17 +205,24 @@ def _resident(candidate: Candidate, workload: Workload, trace: PolicyTrace, hard
     return 0
 
 
-def _gathered_in_turn(workload: Workload, trace: PolicyTrace, hardware: HardwareSpec, *, at_end: bool = False) -> int:
-    """The root, which FSDP2 keeps after its forward, and the largest pair of current and prefetched block.
-
-    `at_end`: the last pair; a backward without checkpointing needs most before it has freed anything.
-    """
+def _gathered_in_turn(workload: Workload, trace: PolicyTrace, hardware: HardwareSpec) -> int:
+    """The root, which FSDP2 keeps after its forward, and the largest pair of current and prefetched block."""
     if shard_ranks(workload, hardware) == 1:
         return 0
+    return (trace.root_parameters + max(_pairs(trace), default=0)) * BYTES[trace.dtype]
+
+
+def _pairs(trace: PolicyTrace) -> list[int]:
+    """Parameters of every block and the next."""
     sizes = [block.parameters for block in trace.blocks]
-    pair = max((first + second for first, second in zip(sizes, [*sizes[1:], 0], strict=True)), default=0)
-    pair = sum(sizes[-2:]) if at_end else pair
-    return (trace.root_parameters + pair) * BYTES[trace.dtype]
+    return [first + second for first, second in zip(sizes, [*sizes[1:], 0], strict=True)]
+
+
+def _share_until_largest_pair(trace: PolicyTrace) -> float:
+    """Part of the blocks that a forward has been through when most is gathered."""
+    pairs = _pairs(trace)
+    last = max((index for index, size in enumerate(pairs) if size == max(pairs)), default=-1)
+    return (last + 1) / max(1, len(pairs))
 
 
 def _reference(workload: Workload, trace: PolicyTrace, hardware: HardwareSpec) -> int:
@@ -280,14 +292,3 @@ def _reduction_temporaries(candidate: Candidate, workload: Workload, trace: Poli
         return bucket + MASTER * local_trainable(workload, trace, hardware)
     under_way = IN_FLIGHT + hardware.is_cpu  # gloo reduces a copy of what it is given
     return under_way * fetched + buffer * local_trainable(workload, trace, hardware)
-
-
-def _backward_temporaries(
-    candidate: Candidate, workload: Workload, trace: PolicyTrace, hardware: HardwareSpec, resident: int
-) -> int:
-    """Flat buffers of collectives, and gradients on their way into a buffer: one tensor, or a block to be reduced."""
-    if shard_ranks(workload, hardware) == 1:
-        return trace.gradient_bytes
-    precision = BYTES[workload.precision]
-    flat = 0 if resident else _largest_group(trace) * precision
-    return flat + trace.gradient_bytes
