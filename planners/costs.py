@@ -46,8 +46,11 @@ class Costs:
         ]
         by_block = self.by_block and self.reduces_every_backward and self._shards > 1  # and without a flat buffer
         hides = by_block and self.hardware.overlaps_reduce
-        passed = self._pass(computes, self.reduction() if hides else 0.0)
-        passed += 0.0 if by_block else self.accumulate(samples)
+        added = 0.0 if by_block else self.accumulate(samples)
+        if not self._on_host:  # hooks add while the backward goes on, in the stream that computes
+            computes = [one + added * part for one, part in zip(computes, self._trainable_parts, strict=True)]
+            added = 0.0  # to a buffer on the host, over the link that all-gathers use
+        passed = self._pass(computes, self.reduction() if hides else 0.0) + added
         return passed + (self.reduction() if self.reduces_every_backward and not hides else 0.0)
 
     @property
@@ -161,16 +164,20 @@ class Costs:
         blocks = [block.forward_flops / self.trace.forward_flops for block in self.trace.blocks]
         return [1 - sum(blocks), *blocks]
 
+    @property
+    def _trainable_parts(self) -> list[float]:
+        """Of all trainable parameters: the root's, and every block's."""
+        trained = [self.trace.root_trainable, *(block.trainable for block in self.trace.blocks)]
+        return [size / (self.trace.trainable or 1) for size in trained]
+
     def _busy(self, compute: float, issue: float) -> float:
         """Of computing, and of issuing the operators that do it."""
         return max(compute, issue) if self.hardware.asynchronous else compute + issue
 
     def _pass(self, computes: list[float], reduced: float) -> float:
         """Through root and blocks, `computes` seconds each; `reduced`: seconds of reductions to hide."""
-        trace = self.trace
-        sizes = [trace.root_parameters, *(block.parameters for block in trace.blocks)]
-        trained = [trace.root_trainable, *(block.trainable for block in trace.blocks)]
-        links = [reduced * size / (trace.trainable or 1) for size in trained]
+        sizes = [self.trace.root_parameters, *(block.parameters for block in self.trace.blocks)]
+        links = [reduced * part for part in self._trainable_parts]
         if self._gathers_in_turn:
             latency = self.hardware.collective_latency
             gathers = [latency + self._gather_seconds(size * self._precision) for size in sizes]

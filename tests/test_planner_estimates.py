@@ -237,6 +237,19 @@ def test_graphs_and_checkpointing_cost_python() -> None:
         assert more - less == pytest.approx(1.0 + extra)
 
 
+def test_adding_to_a_buffer_hides_behind_all_gathers_but_not_on_the_host() -> None:
+    """Hooks add in the stream that computes: of what waits for links only the last block's part is to be seen."""
+    slow_link = replace(SPEC, all_gather_bandwidth=1e9, collective_latency=0.0)
+    costs = Costs(candidate(sync="every_update"), SEVERAL, round_trace(), slow_link)
+    gather, adding = 2 * 4.1e9 * 7 / 8 / 1e9, (2 + 4) * 4.1e9 / (STREAM * SPEC.memory_bandwidth)
+    # copies of what was gathered are in that stream as well: 2 GB in and out for a block
+    last = 0.24 * 3e12 / SPEC.rate("bfloat16") + 4e9 / (STREAM * SPEC.memory_bandwidth) + adding * 1 / 4.1
+    assert costs.accumulate(1) == pytest.approx(adding)
+    assert costs.backward(1) == pytest.approx(gather + last)
+    hosted = Costs(replace(costs.candidate, buffer_device="host"), SEVERAL, round_trace(), slow_link)
+    assert hosted.backward(1) == pytest.approx(gather + last - adding / 4.1 + hosted.accumulate(1))
+
+
 def test_nothing_overlaps_on_a_cpu() -> None:
     cpu = replace(SPEC, asynchronous=False, memory_bandwidth=1e30, collective_latency=0.0, all_gather_bandwidth=1e9)
     compute, gather = 1e12 / SPEC.rate("bfloat16"), 2 * 4.1e9 * 7 / 8 / 1e9

@@ -43,14 +43,14 @@ def test_constants_are_fitted_to_two_figures_alone() -> None:
     assert 0.2 < spec.efficiency < 0.7
 
 
-def test_the_rest_is_predicted_within_ten_percent_but_for_one_figure() -> None:
+def test_the_rest_is_predicted_within_ten_percent() -> None:
     spec = parse_hardware("8xA6000")
     native = seconds(spec)
     assert native.recompute == pytest.approx(REFORWARD, rel=0.01)
     assert native.backward == pytest.approx(NATIVE_BACKWARD, rel=0.01)
     one_sync, retain = seconds(spec, sync="every_group"), seconds(spec, schedule="retain")
     reweight = seconds(spec, schedule="reweight", sync="every_group")
-    assert reweight.backward / REWEIGHT_BACKWARD == pytest.approx(1.106, abs=0.005)  # the one that misses, see the docs
+    assert reweight.backward == pytest.approx(REWEIGHT_BACKWARD, rel=0.10)
     assert reweight.synchronisation + reweight.correction == pytest.approx(SYNCHRONISATION, rel=0.10)
     assert native.total == pytest.approx(NATIVE, rel=0.05)
     assert native.total / one_sync.total == pytest.approx(NATIVE / ONE_SYNC, rel=0.10)
