@@ -280,7 +280,7 @@ def test_gathering_holds_a_flat_buffer_beside_what_is_gathered() -> None:
 
 
 def test_samples_that_are_kept_apart_cost_python_and_traffic() -> None:
-    """401 tensors, 2 ms each in a forward and a backward of two samples; both rows of 4.1e9 are read and written."""
+    """401 tensors, 2 ms each in a forward and .5 ms in a backward of two samples; rows of 4.1e9 are read and written."""
     spec = replace(SPEC, ranks_per_node=1, operator_seconds=1e-3, backward_operator_seconds=1e-3, asynchronous=False)
     spec = replace(spec, operator_bandwidth=1e30, backward_operator_bandwidth=10e9, memory_bandwidth=20e9 / STREAM)
     choice = candidate(sync="every_update", residency="resident", checkpointing="none", buffer_dtype="float32")
@@ -292,7 +292,7 @@ def test_samples_that_are_kept_apart_cost_python_and_traffic() -> None:
     assert retain.accumulate(2) == pytest.approx(0.401 + 3 * 16.4 / 20)  # elementwise: gradient and buffer
     assert reweight.accumulate(2) == pytest.approx(2 * 2 * 16.4 / 10)
     more = reweight.backward(2) - retain.backward(2)
-    assert more == pytest.approx(0.802 + reweight.accumulate(2) - retain.accumulate(2))
+    assert more == pytest.approx(0.2005 + reweight.accumulate(2) - retain.accumulate(2))
 
 
 def test_more_of_anything_costs_more() -> None:
