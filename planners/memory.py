@@ -4,6 +4,7 @@ An update passes through phases (encoding, decoding or reward; rollout; backward
 step); what is held in each is added up and the largest is the peak. docs/planner.md lists the terms.
 """
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -95,7 +96,7 @@ def _phases(
     in_forward = in_pass | {"temporaries": flat * resharded}
     graph_so_far = int(_graph(candidate, trace) * _share_until_largest_pair(trace))
     return {
-        "gathering": always | {"temporaries": flat * (resident > 0 and workload.backend in ("fsdp2", "hsdp"))},
+        "gathering": always | _gathering(resident, workload, trace),
         "encoding, decoding or reward": before | {"temporaries": _of_other_models(candidate, workload)},
         "rollout": before | in_forward | {"activations": batch * trace.rollout_bytes + retained + stored},
         "forward with graph": (before if is_retain else in_backward)
@@ -203,6 +204,19 @@ def _resident(candidate: Candidate, workload: Workload, trace: PolicyTrace, hard
     if candidate.residency == "resident" or workload.backend in WHOLE:
         return trace.parameters * BYTES[workload.precision]
     return 0
+
+
+def _gathering(resident: int, workload: Workload, trace: PolicyTrace) -> dict[str, int]:
+    """When most is held while a resident policy is gathered: all groups until then, and the last one's flat buffer."""
+    if not resident or workload.backend not in ("fsdp2", "hsdp"):
+        return {"gathered_parameters": resident}
+    sizes = [trace.root_parameters, *(block.parameters for block in trace.blocks)]
+    until = list(itertools.accumulate(sizes))
+    most = max(range(len(sizes)), key=lambda index: until[index] + sizes[index])
+    return {
+        "gathered_parameters": until[most] * BYTES[workload.precision],
+        "temporaries": sizes[most] * BYTES[workload.precision],
+    }
 
 
 def _gathered_in_turn(workload: Workload, trace: PolicyTrace, hardware: HardwareSpec) -> int:

@@ -275,12 +275,17 @@ def test_gathering_holds_a_flat_buffer_beside_what_is_gathered() -> None:
     )
     memory = estimate_memory(choice, SEVERAL, frozen, SPEC)
     assert (memory.phase, memory.gathered_parameters, memory.temporaries) == ("gathering", 2 * 4.1e9, 2e9)
+    for last, gathered, flat in ((9 * 10**8, 4e9, 9e8), (10**8, 3.1e9, 1e9)):  # the last group's, or the one before
+        blocks = (*frozen.blocks[:3], replace(frozen.blocks[3], parameters=last))
+        memory = estimate_memory(choice, SEVERAL, replace(frozen, blocks=blocks), SPEC)
+        assert memory.phase == "gathering"
+        assert (memory.gathered_parameters, memory.temporaries) == (2 * gathered, 2 * flat)
     replicated = estimate_memory(choice, replace(SEVERAL, backend="replicated"), frozen, SPEC)
     assert replicated.phase != "gathering"
 
 
 def test_samples_that_are_kept_apart_cost_python_and_traffic() -> None:
-    """401 tensors, 2 ms each in a forward and .5 ms in a backward of two samples; rows of 4.1e9 are read and written."""
+    """401 tensors, 2 ms each in a forward, .5 ms in a backward of two samples; rows of 4.1e9 are read and written."""
     spec = replace(SPEC, ranks_per_node=1, operator_seconds=1e-3, backward_operator_seconds=1e-3, asynchronous=False)
     spec = replace(spec, operator_bandwidth=1e30, backward_operator_bandwidth=10e9, memory_bandwidth=20e9 / STREAM)
     choice = candidate(sync="every_update", residency="resident", checkpointing="none", buffer_dtype="float32")
