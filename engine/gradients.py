@@ -40,15 +40,16 @@ class Gradients:
         if not self.parameters:
             raise ConfigError("policy.weights: nothing is trainable; use full, or lora with target_modules that match")
         self.backend, self.sync, self.dtype, self.device = backend, sync, dtype, device
-        ends = list(itertools.accumulate(full_shape(p).numel() for p in self.parameters))
-        self.slices = [slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+        self.sizes = [full_shape(p).numel() for p in self.parameters]
+        ends = list(itertools.accumulate(self.sizes))
+        slices = [slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
         self.numel = ends[-1]
         self.sums_are_reduced = sums_are_reduced
         self.total: Tensor | None = None
         self.numerators: dict[int, Tensor] = {}
         self._capture = PerSampleCapture(module) if per_sample_batch > 1 else None
         self._sink: Tensor | None = None
-        for parameter, piece in zip(self.parameters, self.slices, strict=True):
+        for parameter, piece in zip(self.parameters, slices, strict=True):
             if backend.uses_accumulation:
                 parameter.register_post_accumulate_grad_hook(self._after_accumulation(piece))
             else:
@@ -94,9 +95,10 @@ class Gradients:
             return
         assert self._capture is not None, "Gradients was built for one sample per backward"
         self._capture.batch = len(log_prob_B)
+        pieces = rows.split(self.sizes, dim=1)
         self._capture.rows = {
-            id(parameter): rows[:, piece].unflatten(1, full_shape(parameter))
-            for parameter, piece in zip(self.parameters, self.slices, strict=True)
+            id(parameter): piece.view(-1, *full_shape(parameter))
+            for parameter, piece in zip(self.parameters, pieces, strict=True)
         }
         try:
             self._run(log_prob_B.sum(), retain_graph)

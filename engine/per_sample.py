@@ -55,11 +55,14 @@ class PerSampleCapture:
                 f"samples_per_forward={self.batch}: a layer sees a leading dim of {x.shape[0]}, which is no multiple "
                 "of it, so its samples cannot be told apart; set samples_per_forward=1"
             )
-        x, grad_out = _by_sample(x, self.batch), _by_sample(grad_out, self.batch)
-        if layer.weight.requires_grad:
-            _add_product(self.rows[id(layer.weight)].flatten(2), grad_out.transpose(1, 2), x)
-        if layer.bias is not None and layer.bias.requires_grad:
-            rows = self.rows[id(layer.bias)]
+        if x.shape[0] != self.batch:
+            x, grad_out = _by_sample(x, self.batch), _by_sample(grad_out, self.batch)
+        weight, bias = layer.weight, layer.bias
+        if weight.requires_grad:
+            rows = self.rows[id(weight)]
+            _add_product(rows if rows.dim() == 3 else rows.flatten(2), grad_out.transpose(1, 2), x)
+        if bias is not None and bias.requires_grad:
+            rows = self.rows[id(bias)]
             rows.add_(grad_out.sum(1).to(rows.device))
 
 
@@ -69,8 +72,6 @@ def _is_plain(layer: nn.Conv2d) -> bool:
 
 def _by_sample(x: Tensor, batch: int) -> Tensor:
     """[k * batch, t, C] -> [batch, k * t, C]"""
-    if x.shape[0] == batch:
-        return x
     by_sample: Tensor = x.unflatten(0, (-1, batch)).transpose(0, 1).flatten(1, 2)
     return by_sample
 
@@ -84,6 +85,8 @@ def _add_product(rows: Tensor, a: Tensor, b: Tensor) -> None:
 
 def _tokens(x: Tensor) -> Tensor:
     """[b, ..., C] -> [b, t, C]"""
+    if x.dim() == 3:
+        return x
     return x.unsqueeze(1) if x.dim() == 2 else x.flatten(1, -2)
 
 
@@ -135,8 +138,11 @@ class _Conv2d(torch.autograd.Function):
 
 def _replace_forward(capture: PerSampleCapture, layer: nn.Linear | nn.Conv2d) -> None:
     function = _Linear if isinstance(layer, nn.Linear) else _Conv2d
+    without_graph = layer.forward
 
     def forward(x: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():  # most steps of a rollout: nothing will be asked for
+            return without_graph(x)
         parameters = (layer.weight,) if layer.bias is None else (layer.weight, layer.bias)
         result: Tensor = function.apply(x, layer, capture, *parameters)  # type: ignore[no-untyped-call]
         return result

@@ -13,9 +13,11 @@ from leangrpo.planners.types import BYTES, Candidate, HardwareSpec, Layout, Poli
 
 STREAM = 0.9  # part of the data-sheet memory bandwidth that streaming kernels sustain
 STEP_OPERATORS = 30  # around the policy in every step: noise, the sampler's Gaussian, log-probability (engine/policies)
-# Operators' worth of Python per trainable tensor where samples are kept apart (engine/per_sample.py): 200 linear layers
-# of width 8 took 4.4 us more each in a forward, 1.1 us in a backward, where adding two such tensors takes 2.2 us.
-CAPTURED_FORWARD, CAPTURED_BACKWARD = 2.0, 0.5
+LOSS_OPERATORS = 50  # of a step's ratio, clip and their statistics; Reweight has none of them (engine/replay.py)
+OPTIMIZER_OPERATORS = 3  # per trainable tensor: its part of the clipped norm, and of AdamW's loop over tensors
+CAPTURED_OPERATORS = (
+    2  # per trainable tensor and pass with a graph, where samples are kept apart (engine/per_sample.py)
+)
 ADAMW_TRAFFIC = 28.0  # bytes per parameter: gradient read; weight and two moments read and written, float32
 
 
@@ -42,10 +44,13 @@ class Costs:
         whole, again = self._backward_seconds(samples), self._forward_seconds(samples)
         per_block = self.hardware.checkpoint_block_seconds
         again += self.trace.forward_operators * self.hardware.checkpoint_operator_seconds
+        again += self._captured(samples) * self.hardware.operator_seconds * (not self.hardware.asynchronous)
         # the root is never checkpointed
         computes = [
             part * whole + (part * again + per_block) * (0 < index <= k) for index, part in enumerate(self._parts)
         ]
+        loss = LOSS_OPERATORS * (self.candidate.schedule != "reweight")
+        outside = loss * self.hardware.operator_seconds * (not self.hardware.asynchronous)
         by_block = self.by_block and self.reduces_every_backward and self._shards > 1  # and without a flat buffer
         hides = by_block and self.hardware.overlaps_reduce
         added = 0.0 if by_block else self.accumulate(samples)
@@ -53,7 +58,7 @@ class Costs:
             computes = [one + added * part for one, part in zip(computes, self._trainable_parts, strict=True)]
             added = 0.0  # to a buffer on the host, over the link that all-gathers use
         passed = self._pass(computes, self.reduction() if hides else 0.0) + added
-        return passed + (self.reduction() if self.reduces_every_backward and not hides else 0.0)
+        return outside + passed + (self.reduction() if self.reduces_every_backward and not hides else 0.0)
 
     @property
     def reduces_every_backward(self) -> bool:
@@ -121,7 +126,9 @@ class Costs:
     def optimizer(self) -> float:
         """Of one step on this rank's shard; states on the host come and go."""
         moved = 2 * state_bytes(self.workload, self.trace, self.hardware) * states_on_host(self.workload, self.hardware)
-        return self.memory(ADAMW_TRAFFIC * self._local_trainable) + moved / self.hardware.host_bandwidth
+        issued = OPTIMIZER_OPERATORS * self.trace.trainable_tensors * self.hardware.operator_seconds
+        seconds = self._busy(self.memory(ADAMW_TRAFFIC * self._local_trainable), issued)
+        return seconds + moved / self.hardware.host_bandwidth
 
     def other_models(self, per: str, uses: int) -> float:
         """Of `uses` uses of the frozen models per "prompt" or "sample"; those on the host are fetched once for all."""
@@ -143,22 +150,22 @@ class Costs:
     def _forward_seconds(self, samples: int) -> float:
         trace, hardware = self.trace, self.hardware
         traffic = _over(trace.forward_traffic, samples, hardware.operator_bandwidth)
-        issue = (trace.forward_operators + CAPTURED_FORWARD * self._captured(samples)) * hardware.operator_seconds
+        issue = trace.forward_operators * hardware.operator_seconds
         return self._busy(self.compute(samples * trace.forward_flops) + traffic, issue)
 
     def _backward_seconds(self, samples: int) -> float:
-        """Without recomputation; with the graph that the forward before it builds."""
+        """Without recomputation; with what the forward before it pays for having a graph."""
         trace, hardware = self.trace, self.hardware
         traffic = _over(trace.backward_traffic, samples, hardware.backward_operator_bandwidth)
-        operators = trace.backward_operators + CAPTURED_BACKWARD * self._captured(samples)
-        issue = (
-            operators * hardware.backward_operator_seconds + trace.forward_operators * hardware.graph_operator_seconds
-        )
+        captured = self._captured(samples)
+        issue = (trace.backward_operators + captured) * hardware.backward_operator_seconds
+        issue += trace.forward_operators * hardware.graph_operator_seconds + captured * hardware.operator_seconds
         return self._busy(self.compute(samples * trace.backward_flops, backward=True) + traffic, issue)
 
     def _captured(self, samples: int) -> int:
-        """Tensors whose layers are Python functions of autograd, to keep samples apart."""
-        return self.trace.trainable_tensors * (self.candidate.schedule == "reweight" and samples > 1)
+        """Operators' worth of Python in a pass with a graph: layers that are functions of autograd of their own."""
+        kept_apart = self.candidate.schedule == "reweight" and samples > 1
+        return CAPTURED_OPERATORS * self.trace.trainable_tensors * kept_apart
 
     @property
     def _parts(self) -> list[float]:
