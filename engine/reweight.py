@@ -16,38 +16,60 @@ from leangrpo.planners.types import Candidate
 
 
 class ReweightPerSample(Reweight):
-    """One buffer per sample of the group: any advantage, memory grows with the group."""
+    """One buffer per sample of the group: any advantage, memory grows with the group.
+
+    A rank's only sample needs no second buffer: weighted in place, its own becomes the total if there is none yet.
+    """
 
     def __init__(
         self, objective: Objective, rule: AdvantageRule, generations: tuple[int, ...], samples_per_forward: int
     ):
         super().__init__(objective, rule, generations, samples_per_forward)
-        self.pending = objective.gradients.new_buffer(len(generations))
+        self.pending: Tensor | None = None
 
     def _rows(self, generations: tuple[int, ...]) -> Tensor:
+        if self.pending is None:
+            self.pending = self.objective.gradients.new_buffer(len(self.generations))
         first = self.generations.index(generations[0])
         return self.pending[first : first + len(generations)]
 
     def group_known(self, group: Group) -> None:
         if self.rule.global_std:
             for term, numerators_G in enumerate(group.statistics.numerators_GK.unbind(dim=1)):
-                self._fold(self.objective.gradients.get_numerator(term), numerators_G)
-            self.pending.zero_()
+                rescale_accumulate_(
+                    self.objective.gradients.get_numerator(term), self._known(), self._weights(numerators_G)
+                )
+            self._known().zero_()
 
     def advantages_known(self, groups: Sequence[Group]) -> None:
+        gradients = self.objective.gradients
         if self.rule.global_std:
             divisors_K = groups[0].divisors_K
-            self.objective.gradients.divide_numerators(self.rule.weights_K / divisors_K)
+            gradients.divide_numerators(self.rule.weights_K / divisors_K)
             self._add_differences(groups, [self.rule.affine(group.statistics, divisors_K) for group in groups])
             return
         for group in groups:
-            self._fold(self.objective.gradients.get_total(), group.advantages_G)
-            self.pending.zero_()
-            self.objective.gradients.group_done()
+            pending, weights = self._known(), self._weights(group.advantages_G)
+            if gradients.total is None and len(weights) == 1:
+                gradients.total, self.pending = _weighted_(pending[0], weights[0]), None
+            else:
+                rescale_accumulate_(gradients.get_total(), pending, weights)
+                pending.zero_()
+            gradients.group_done()
 
-    def _fold(self, out: Tensor, weights_G: Tensor) -> None:
-        local = weights_G[list(self.generations)]
-        rescale_accumulate_(out, self.pending, (-local / self.objective.normaliser).tolist())
+    def _known(self) -> Tensor:
+        assert self.pending is not None, "a group has been rolled out"
+        return self.pending
+
+    def _weights(self, factors_G: Tensor) -> list[float]:
+        """Of this rank's samples in the total."""
+        weights: list[float] = (-factors_G[list(self.generations)] / self.objective.normaliser).tolist()
+        return weights
+
+
+def _weighted_(row: Tensor, weight: float) -> Tensor:
+    """In place; a dropped sample's row may hold NaN."""
+    return row.mul_(weight) if weight != 0.0 else row.zero_()
 
 
 class ReweightStreaming(Reweight):

@@ -169,6 +169,8 @@ def buffer_copies(candidate: Candidate, workload: Workload, hardware: HardwareSp
     # sums that wait for a divisor, and beside them the KL term's total; else both go into the same total
     held = pending + (sums * with_earlier + with_kl if workload.global_std else (with_earlier or with_kl))
     weighted = pending + float(with_kl and workload.global_std) + float(sums)
+    if candidate.buffers == "per_sample" and layout.samples == 1 and not workload.global_std:
+        weighted = held  # a rank's only sample is weighted in place
     # the schedule and what it holds is gone before the one reduction of an update
     return BufferCopies(
         backward=held, correction=weighted, reduction=1.0 if candidate.sync == "every_update" else weighted

@@ -64,13 +64,14 @@ def test_sound_schedules_are_exact_and_refusals_are_the_engines(recorded: Record
 
 
 def break_per_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    sound = ReweightPerSample._fold
+    sound = ReweightPerSample._known
 
-    def one_buffer_is_a_little_too_large(self: ReweightPerSample, out: Tensor, weights_G: Tensor) -> None:
-        self.pending[0].mul_(1 + 1e-5)
-        sound(self, out, weights_G)
+    def one_buffer_is_a_little_too_large(self: ReweightPerSample) -> Tensor:
+        pending = sound(self)
+        pending[0].mul_(1 + 1e-5)
+        return pending
 
-    monkeypatch.setattr(ReweightPerSample, "_fold", one_buffer_is_a_little_too_large)
+    monkeypatch.setattr(ReweightPerSample, "_known", one_buffer_is_a_little_too_large)
 
 
 def break_streaming(monkeypatch: pytest.MonkeyPatch) -> None:

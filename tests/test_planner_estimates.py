@@ -51,6 +51,20 @@ def test_buffers_for_kl_and_separate_rewards() -> None:
     assert buffer_copies(per_sample, replace(ONE, beta=0.1), SPEC).backward == 3  # the KL term makes the total
 
 
+def test_a_rank_with_one_sample_weighs_it_in_place() -> None:
+    """M = 8 on 8 ranks: one buffer, two where an earlier group's total, a KL term or undivided sums exist already."""
+    alone = replace(SEVERAL, group_size=8)
+    for sync, changes, correction in (
+        ("every_group", {}, 1),
+        ("every_update", {"prompts_per_update": 1}, 1),
+        ("every_update", {}, 2),
+        ("every_group", {"beta": 0.1}, 2),
+        ("every_update", {"prompts_per_update": 1, "global_std": True}, 2),
+    ):
+        choice = candidate(schedule="reweight", sync=sync)
+        assert buffer_copies(choice, replace(alone, **changes), SPEC).correction == correction
+
+
 def test_memory_of_native_by_component() -> None:
     """4.1e9 parameters in BF16 on 8 ranks, everything checkpointed, every backward reduced."""
     memory = estimate_memory(candidate(), SEVERAL, round_trace(), SPEC)

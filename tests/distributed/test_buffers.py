@@ -7,7 +7,7 @@ from leangrpo.tools.launch import on_ranks
 
 pytestmark = pytest.mark.distributed
 
-UPDATES = ((1, 1), (2, 1), (4, 1), (8, 1), (8, 2))
+UPDATES = ((1, 1), (1, 2), (2, 1), (4, 1), (8, 1), (8, 2))
 """samples of a prompt on one rank, M/R, and prompts"""
 FORMS = ("streaming", "streaming_sharded", "per_sample")
 
@@ -27,7 +27,8 @@ def test_running_sums_are_constant_and_one_buffer_per_sample_grows() -> None:
         for samples, prompts in UPDATES
     ]
     for copies in on_ranks(2, rank_jobs.gradient_buffers, cases):
-        streaming, sharded, per_sample = (copies[first : first + len(UPDATES)] for first in (0, 5, 10))
+        streaming, sharded, per_sample = (copies[first : first + len(UPDATES)] for first in (0, 6, 12))
         assert streaming == [4] * len(UPDATES)  # one sample, sums 0 and 1, the total
         assert sharded == [2] * len(UPDATES)  # one sample, half of sums 0 and 1 each
-        assert per_sample == [samples + 1 for samples, _ in UPDATES]  # and the total
+        # and the total, which a rank's only sample becomes itself where there is none yet
+        assert per_sample == [samples + (samples > 1 or prompts > 1) for samples, prompts in UPDATES]

@@ -70,6 +70,13 @@ def test_two_ranks_make_the_update_of_one_process() -> None:
     chosen = (
         cases[:5] + cases[5::4] + cases_on("replicated", ("resident",))[::5] + cases_on("fsdp2", ("resharded",))[3::5]
     )
+    alone = GEOMETRY | EXECUTIONS["per_sample"] | {"group_size": 2, "prompts_per_update": 8, "residency": "resident"}
+    chosen += [  # a rank's only sample is weighted in place, where there is no total yet
+        alone | variant | {"backend": backend, "sync": sync}
+        for backend in ("fsdp2", "replicated")
+        for variant, sync in ((LORA, "every_group"), (VARIANTS["global std, clamp, kl"], "every_update"))
+    ]
+    chosen += [alone | {"backend": "fsdp2", "sync": "every_update"}]
     assert_same_updates(2, chosen)
 
 
