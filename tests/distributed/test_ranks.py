@@ -61,7 +61,7 @@ def assert_same_updates(ranks: int, cases: list[dict[str, Any]]) -> None:
             mine, my_metrics = results[rank][index]
             assert distance(mine, parameters) <= 1e-4 * distance(start, parameters), case
             assert my_metrics.reward_mean == pytest.approx(metrics.reward_mean, rel=1e-3), case
-            assert my_metrics.samples == 16
+            assert my_metrics.samples == case["prompts_per_update"] * case["group_size"]
 
 
 def test_two_ranks_make_the_update_of_one_process() -> None:
@@ -70,7 +70,7 @@ def test_two_ranks_make_the_update_of_one_process() -> None:
     chosen = (
         cases[:5] + cases[5::4] + cases_on("replicated", ("resident",))[::5] + cases_on("fsdp2", ("resharded",))[3::5]
     )
-    alone = GEOMETRY | EXECUTIONS["per_sample"] | {"group_size": 2, "prompts_per_update": 8, "residency": "resident"}
+    alone = GEOMETRY | EXECUTIONS["per_sample"] | {"group_size": 2, "residency": "resident"}
     chosen += [  # a rank's only sample is weighted in place, where there is no total yet
         alone | variant | {"backend": backend, "sync": sync}
         for backend in ("fsdp2", "replicated")
