@@ -2,9 +2,11 @@
 
 import contextlib
 import dataclasses
+import gc
 import hashlib
 import json
 import os
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
@@ -66,11 +68,24 @@ def trace_model(
     if cache and path.is_file():
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # damaged: made again
             return trace_from_dict(json.loads(path.read_text(encoding="utf-8")))
-    trace = _trace(name, spec, shapes, lora, rows, dtype)
+    with _garbage_collector_paused():
+        trace = _trace(name, spec, shapes, lora, rows, dtype)
     if cache:
         with contextlib.suppress(OSError):  # a folder that cannot be written costs time, and no run
             _store(trace, path)
     return trace
+
+
+@contextlib.contextmanager
+def _garbage_collector_paused() -> Iterator[None]:
+    """Importing torch and diffusers makes a million objects that stay; walking them again and again takes a second."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _store(trace: PolicyTrace, path: Path) -> None:

@@ -5,6 +5,7 @@ and what they are judged by: `Workload`, `PolicyTrace`, `HardwareSpec`; what com
 
 import math
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
 from typing import Literal
 
 from leangrpo.configs.checks import ConfigError
@@ -168,11 +169,11 @@ class PolicyTrace:
     latent_bytes: int
     """of one sample at one step, as stored (float32)"""
 
-    @property
+    @cached_property
     def parameters(self) -> int:
         return self.root_parameters + sum(block.parameters for block in self.blocks)
 
-    @property
+    @cached_property
     def trainable(self) -> int:
         return self.root_trainable + sum(block.trainable for block in self.blocks)
 

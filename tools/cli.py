@@ -4,6 +4,7 @@ A mistake of the user ends with one line on stderr, status 2.
 """
 
 import argparse
+import gc
 import logging
 import sys
 from collections.abc import Sequence
@@ -114,7 +115,10 @@ def plan(arguments: argparse.Namespace) -> int:
     """Print the plan of a configuration."""
     from leangrpo.tools.plan import plan_command
 
-    return plan_command(arguments.config, arguments.overrides, as_json=arguments.json, show_all=arguments.all)
+    try:
+        return plan_command(arguments.config, arguments.overrides, as_json=arguments.json, show_all=arguments.all)
+    finally:
+        gc.freeze()  # or the process spends a second of its end on looking through what torch and diffusers made
 
 
 def calibrate(arguments: argparse.Namespace) -> int:
