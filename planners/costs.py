@@ -15,9 +15,7 @@ STREAM = 0.9  # part of the data-sheet memory bandwidth that streaming kernels s
 STEP_OPERATORS = 30  # around the policy in every step: noise, the sampler's Gaussian, log-probability (engine/policies)
 LOSS_OPERATORS = 50  # of a step's ratio, clip and their statistics; Reweight has none of them (engine/replay.py)
 OPTIMIZER_OPERATORS = 3  # per trainable tensor: its part of the clipped norm, and of AdamW's loop over tensors
-CAPTURED_OPERATORS = (
-    2  # per trainable tensor and pass with a graph, where samples are kept apart (engine/per_sample.py)
-)
+CAPTURED_OPERATORS = 2  # per trainable tensor and pass with a graph, samples kept apart (engine/per_sample.py)
 ADAMW_TRAFFIC = 28.0  # bytes per parameter: gradient read; weight and two moments read and written, float32
 
 
